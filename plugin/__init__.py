@@ -1,0 +1,1 @@
+"""Keep long-sequence fine-tuning inside the memory of the device it runs on."""

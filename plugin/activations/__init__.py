@@ -1,0 +1,1 @@
+"""Apply a plan: unit binding, records and holders, replay, retry."""

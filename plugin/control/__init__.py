@@ -1,0 +1,1 @@
+"""Decide, between and inside steps, what memory asks for. Imports no torch."""

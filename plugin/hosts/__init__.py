@@ -1,0 +1,1 @@
+"""Adapters for Lightning, Accelerate and Transformers."""

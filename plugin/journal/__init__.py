@@ -1,0 +1,1 @@
+"""The append-only decision log of a run: events, writer, reader, text report."""

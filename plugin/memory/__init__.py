@@ -1,0 +1,1 @@
+"""Measure: memory snapshots, probes, out-of-memory classification, the heap cap."""

@@ -1,0 +1,1 @@
+"""Decide: actions, rules, policies and their ladder. Imports no torch."""

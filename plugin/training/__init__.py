@@ -1,0 +1,1 @@
+"""The recipe runner: data, models, loss, run."""

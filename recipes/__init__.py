@@ -1,0 +1,1 @@
+"""Recipes: schema, loader and the YAML files that ship with the package."""
