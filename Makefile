@@ -55,7 +55,7 @@ clean:
 	find plugin callbacks recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installed once, and again when what is needed changes.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt plugin/version.py
 	@$(PYTHON) -c 'import sys; found = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"rematic needs Python 3.10 or newer, $(PYTHON) is {found}: set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[test]'

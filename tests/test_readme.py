@@ -1,0 +1,104 @@
+"""The README shows code that runs, links that lead somewhere, and the versions that are tested."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def snippet(word: str) -> str:
+    (found,) = [text for text in SNIPPETS if word in text]
+    return found
+
+
+def causal_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes))
+
+
+def causal_batches() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.arange(24).remainder(32)
+    return [
+        {"input_ids": tokens[None, :length], "labels": tokens[None, :length]} for length in (8, 24)
+    ]
+
+
+class CausalModule(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = causal_model()
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_plainly() -> dict[str, torch.Tensor]:
+    model = causal_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in causal_batches():
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def assert_trained_like_plain(model: LlamaForCausalLM) -> None:
+    expected, found = train_plainly(), model.state_dict()
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_plain_loop_trains_like_a_loop_without_rematic() -> None:
+    model = causal_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"model": model, "optimizer": optimizer, "loader": causal_batches()}
+    exec(f"import rematic\n{snippet('rematic.attach')}\nsession.detach()", names)
+    assert_trained_like_plain(model)
+
+
+def test_lightning_trains_like_a_loop_without_rematic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = CausalModule()
+    loader: DataLoader[dict[str, torch.Tensor]] = DataLoader(causal_batches(), batch_size=None)
+    exec(snippet("RecomputeStrategy"), {"module": module, "loader": loader})
+    assert_trained_like_plain(module.model)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "package"),
+    [
+        ("PyTorch", "torch"),
+        ("OmegaConf", "omegaconf"),
+        ("Lightning", "lightning"),
+        ("Transformers", "transformers"),
+    ],
+)
+def test_tested_versions_are_the_pinned_ones(row: str, package: str) -> None:
+    (tested,) = re.findall(rf"^\| {row}\b.*\| ([0-9.]+) \|$", README, re.MULTILINE)
+    pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    newest = [pin for pin in pins if pin.startswith(f"{package}==") and "<" not in pin]
+    assert newest[0].split(";")[0] == f"{package}=={tested}"
