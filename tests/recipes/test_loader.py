@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rematic.recipes import (
     Budget,
@@ -16,6 +20,7 @@ from rematic.recipes import (
     load_recipe,
     load_recipe_with_origins,
 )
+from rematic.recipes.recipe_files import find_recipe
 
 _KNOWN = ", ".join(list_recipes())
 
@@ -265,3 +270,25 @@ def test_a_file_whose_name_is_no_name_for_a_folder() -> None:
 def test_overrides_as_one_text_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"^overrides is the text 'a=1'; expected a list of"):
         load_recipe("tiny-cpu", "a=1")
+
+
+_PIECES = st.sampled_from(
+    [b"{", b"]", b": ", b"- ", b"\n", b"  ", b"&a ", b"*a", b"!!int ", b"? ", b"|", b'"', b"'"]
+) | st.sampled_from(
+    [b"#", b"${", b"<<", b"\t", b"\xff", b"\0", b"---\n", b"%YAML 1.1\n", b"null: x\n", b"1e999"]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 5), _PIECES), min_size=1, max_size=4))
+def test_a_damaged_file_loads_or_is_refused(damages: list[tuple[float, int, bytes]]) -> None:
+    content = find_recipe("tiny-cpu").read_bytes()
+    for place, length, piece in damages:
+        start = int(place * len(content))
+        content = content[:start] + piece + content[start + length :]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "damaged.yaml"
+        path.write_bytes(content)
+        # Any other error is a failure of this test.
+        with contextlib.suppress(RecipeError):
+            load_recipe(path)
