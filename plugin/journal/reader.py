@@ -1,0 +1,73 @@
+"""Reads a journal back, also one whose process was killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rematic.journal.events import FILE_NAME, HEADER_FIELDS, SCHEMA_VERSION, JournalError
+
+
+def find_journal(run: str | Path) -> Path:
+    """The journal file of a run.
+
+    Args:
+        run: A run directory, or the journal file itself.
+
+    Raises:
+        JournalError: There is no journal.
+    """
+    path = Path(run)
+    journal = path / FILE_NAME if path.is_dir() else path
+    if journal.is_file():
+        return journal
+    what = f"it holds no {FILE_NAME}" if path.is_dir() else "there is no such file or directory"
+    raise JournalError(f"{run} is not a run: {what}; expected a run directory{_nearby_runs(path)}")
+
+
+def read_journal(path: str | Path) -> Iterator[dict[str, object]]:
+    """Yields the events of a journal in the order in which they were written.
+
+    A last line without its line end is what a killed process leaves: it is skipped. Anything
+    else that is not an event is an error.
+
+    Args:
+        path: The journal file.
+
+    Yields:
+        One event with its header.
+
+    Raises:
+        JournalError: A line is damaged, or has a schema that this version does not read.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield _parse(line, where=f"{path}, line {number}")
+
+
+def _parse(line: bytes, *, where: str) -> dict[str, object]:
+    try:
+        event = json.loads(line)
+    except ValueError as error:
+        raise JournalError(
+            f"{where} is not JSON ({error}); expected one event per line, as rematic writes them: "
+            "restore the file, or cut it before this line"
+        ) from None
+    if not isinstance(event, dict) or any(field not in event for field in HEADER_FIELDS):
+        raise JournalError(f"{where} is not an event: expected an object with schema, time, event")
+    if event["schema"] != SCHEMA_VERSION:
+        raise JournalError(
+            f"{where} has schema {event['schema']!r}; this version of rematic reads schema "
+            f"{SCHEMA_VERSION}: read it with the version that wrote it"
+        )
+    return event
+
+
+def _nearby_runs(path: Path) -> str:
+    """Names the runs a person may have meant, newest first."""
+    folder = path if path.is_dir() else path.parent
+    journals = sorted(folder.glob(f"*/{FILE_NAME}"), key=lambda p: p.stat().st_mtime, reverse=True)
+    names = ", ".join(str(journal.parent) for journal in journals[:5])
+    return f"; there are: {names}" if names else ""

@@ -1,0 +1,126 @@
+"""Appends events to a journal file, one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from rematic.journal.events import DURABLE_KINDS, HEADER_FIELDS, SCHEMA_VERSION, JournalError
+
+
+class JournalWriter:
+    """Append-only writer of a journal.
+
+    A line is handed to the operating system in one write, so a killed process leaves whole lines
+    and at most one torn line at the end; opening the file again removes that torn line. Events
+    of `DURABLE_KINDS`, and closing, also wait for the disk.
+
+    Args:
+        path: File to append to; it is created when it does not exist, its folder is not.
+        clock: Returns seconds since the epoch.
+
+    Raises:
+        OSError: The file cannot be opened for writing.
+    """
+
+    def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # closed by close()
+        self._repair_tail()
+
+    def write(self, event: Mapping[str, object], /) -> None:
+        """Appends one event.
+
+        Args:
+            event: Plain values under string keys, with the kind under `event`.
+
+        Raises:
+            JournalError: The event has no kind, sets a field of the header, or holds a value that
+                is not plain; or the journal is closed.
+            OSError: The line could not be written; none of it is left in the file.
+        """
+        line = self._line(event)
+        with self._lock:
+            if self._file.closed:
+                raise JournalError(f"{self.path} is closed: event {event['event']!r} came too late")
+            self._append(line)
+            if event["event"] in DURABLE_KINDS:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Waits for the disk and closes the file; a second call does nothing."""
+        with self._lock:
+            if not self._file.closed:
+                os.fsync(self._file.fileno())
+                self._file.close()
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _line(self, event: Mapping[str, object]) -> bytes:
+        kind = event.get("event")
+        if not isinstance(kind, str) or not kind:
+            raise JournalError(f"an event needs its kind as a word under 'event', got {kind!r}")
+        for field in HEADER_FIELDS[:2]:
+            if field in event:
+                raise JournalError(f"event {kind!r} sets {field!r}, which the writer sets itself")
+        plain = {key: _plain(value, where=f"{kind}.{key}") for key, value in event.items()}
+        stamped = {"schema": SCHEMA_VERSION, "time": round(self._clock(), 6), **plain}
+        return (json.dumps(stamped, separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+    def _append(self, line: bytes) -> None:
+        size_before_bytes = os.fstat(self._file.fileno()).st_size
+        written = self._file.write(line)
+        if written != len(line):
+            os.ftruncate(self._file.fileno(), size_before_bytes)
+            raise OSError(
+                f"{self.path}: {written} of {len(line)} bytes of an event could be written; "
+                "free some space on its disk"
+            )
+
+    def _repair_tail(self) -> None:
+        """Drops a line that an earlier process could not finish, so that no line is torn inside."""
+        size_bytes = os.fstat(self._file.fileno()).st_size
+        if not size_bytes:
+            return
+        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end_of_last_line = content.rfind(b"\n") + 1
+        if end_of_last_line != size_bytes:
+            os.ftruncate(self._file.fileno(), end_of_last_line)
+
+
+def _plain(value: object, *, where: str) -> object:
+    """The value as JSON can hold it; a number that JSON lacks becomes a word.
+
+    Raises:
+        JournalError: The value is not plain.
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where=f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where=f"{where}[{index}]") for index, item in enumerate(value)]
+    raise JournalError(
+        f"{where} is a {type(value).__name__}, which a journal cannot hold; "
+        "expected None, a bool, a number, a string, or lists and mappings of those"
+    )

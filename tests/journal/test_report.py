@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from rematic.journal import format_report, summarize
+
+MIB = 1 << 20
+
+
+def step(number: int, **fields: object) -> dict[str, object]:
+    defaults: dict[str, object] = {
+        "event": "step",
+        "step": number,
+        "length": 100,
+        "tokens": 100,
+        "policy": "planned",
+        "plan": {"keep": 8},
+        "predicted_peak_bytes": 99 * MIB,
+        "peak_bytes": 100 * MIB,
+        "budget_bytes": 200 * MIB,
+        "seconds": 2.0,
+        "evictions": 1,
+        "evicted_bytes": 3 * MIB,
+        "op_retries": 1,
+        "unit_retries": 0,
+        "replays": 4,
+    }
+    return {**defaults, **fields}
+
+
+def test_a_whole_run() -> None:
+    events = [
+        {
+            "event": "run_start",
+            "name": "tiny-2",
+            "recipe": "tiny",
+            "corpus_sha256": "ab" * 32,
+            "versions": {"rematic": "0.1.0", "torch": "2.13.0"},
+        },
+        step(1),
+        step(2, plan={"keep": 5, "recompute": 3}, tokens=1900, length=1900, seconds=8.0),
+        {"event": "checkpoint", "step": 2, "path": "runs/tiny-2/last.ckpt"},
+        {"event": "run_end", "status": "finished", "reason": None, "last_loss": 2.53217},
+    ]
+    assert format_report(events).splitlines() == [
+        "run tiny-2: finished",
+        "recipe tiny",
+        "corpus sha256 abababababababab",
+        "rematic 0.1.0, torch 2.13.0",
+        "",
+        "policy   plan                 steps       length  tokens  seconds  tokens/s       peak",
+        "-------  -------------------  -----  -----------  ------  -------  --------  ---------",
+        "planned  keep 8                   1          100     100      2.0        50  100.0 MiB",
+        "planned  keep 5, recompute 3      1         1900   1,900      8.0       238  100.0 MiB",
+        "all                               2  100 to 1900   2,000     10.0       200  100.0 MiB",
+        "",
+        "peak              100.0 MiB of 200.0 MiB (50.0%), at step 1",
+        "evictions         2 (6.0 MiB freed)",
+        "retries           2 of one op, 0 of one unit",
+        "replays           8",
+        "policy changes    0, taken back 0",
+        "prediction error  median 1.00%, max 1.00%, over 2 steps",
+        "batches lost      0",
+        "tokens/s          200",
+        "last loss         2.5322",
+        "checkpoint        runs/tiny-2/last.ckpt",
+    ]
+
+
+def test_says_what_is_unknown() -> None:
+    lines = format_report(
+        [step(1, peak_bytes=None, budget_bytes=None, seconds=0, plan={})]
+    ).splitlines()
+    assert lines[0] == "run without a name: unfinished"
+    assert lines[4].split() == [
+        "planned",
+        "no",
+        "units",
+        "1",
+        "100",
+        "100",
+        "0.0",
+        *["unknown"] * 2,
+    ]
+    assert "peak              unknown, no budget" in lines
+    assert "prediction error  no step was predicted and measured" in lines
+    assert "tokens/s          unknown" in lines
+
+
+def test_says_why_a_run_ended_and_what_was_over_budget() -> None:
+    events = [
+        step(1, peak_bytes=201 * MIB),
+        {"event": "stop", "step": 2, "reason": "nothing left to evict"},
+        {"event": "run_end", "status": "failed", "reason": "nothing left to evict"},
+    ]
+    lines = format_report(events).splitlines()
+    assert lines[0] == "run without a name: failed (nothing left to evict)"
+    assert any(line.endswith("at step 1; 1 steps above their budget") for line in lines)
+    assert "batches lost      1" in lines
+
+
+def test_a_run_without_a_step() -> None:
+    assert "no step was finished" in format_report([])
+    assert summarize([]).steps == 0
