@@ -1,0 +1,112 @@
+"""The torch state around a call that decides its bits: generators, autocast, global switches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rematic.activations import torch_private
+
+# Each switch is (read, write). Read in forward, written for the replay where it differs.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch_private.sdpa_priority_order, torch_private.set_sdpa_priority_order),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1]),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AmbientState:
+    """What a forward saw around it, so that its replay sees the same."""
+
+    cpu_generator: torch.Tensor
+    """State of the CPU generator."""
+
+    device_generators: tuple[tuple[torch.device, torch.Tensor], ...]
+    """State of the generator of each accelerator the unit's tensors live on."""
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """(device type, enabled, dtype) of autocast."""
+
+    default_device: torch.device | None
+    """Device of `torch.set_default_device`, None if never set."""
+
+    switches: tuple[Any, ...]
+    """Values of the global switches, in the order of `_SWITCHES`."""
+
+
+def capture_ambient(devices: tuple[torch.device, ...]) -> AmbientState:
+    """Reads the state around a call whose tensors live on `devices`."""
+    types = {"cpu", *(device.type for device in devices)}
+    return AmbientState(
+        cpu_generator=torch.get_rng_state(),
+        device_generators=tuple(
+            (device, _device_module(device).get_rng_state(device))
+            for device in devices
+            if _has_generator(device)
+        ),
+        autocast=tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted(types)
+            if torch.amp.is_autocast_available(kind)
+        ),
+        default_device=torch_private.default_device_override(),
+        switches=tuple(read() for read, _ in _SWITCHES),
+    )
+
+
+def restore_generators(state: AmbientState) -> None:
+    """Puts every generator back to where `state` saw it."""
+    torch.set_rng_state(state.cpu_generator)
+    for device, generator in state.device_generators:
+        _device_module(device).set_rng_state(generator, device)
+
+
+@contextlib.contextmanager
+def applied(state: AmbientState) -> Iterator[None]:
+    """Runs the body under `state` and restores everything after it, whatever happens."""
+    devices = tuple(device for device, _ in state.device_generators)
+    before = capture_ambient(devices)
+    with contextlib.ExitStack() as stack:
+        stack.callback(restore_generators, before)
+        stack.callback(_write_switches, before.switches, state.switches)
+        _write_switches(state.switches, before.switches)
+        for kind, enabled, dtype in state.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        # autocast(enabled=...) above sets the cache flag as well: the recorded one wins
+        torch.set_autocast_cache_enabled(state.switches[7])
+        if state.default_device != before.default_device:
+            stack.enter_context(torch.device(state.default_device or "cpu"))
+        restore_generators(state)
+        yield
+
+
+def _write_switches(wanted: tuple[Any, ...], present: tuple[Any, ...]) -> None:
+    for (_, write), value, now in zip(_SWITCHES, wanted, present, strict=True):
+        if value != now:
+            write(value)
+
+
+def _has_generator(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta") and hasattr(_device_module(device), "get_rng_state")
+
+
+def _device_module(device: torch.device) -> Any:
+    # torch.cuda, torch.xpu, ...: modules without a common type
+    return torch.get_device_module(device)

@@ -1,0 +1,70 @@
+"""The inputs of a unit's call, kept so that a replay can be given the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rematic.activations.module_state import version_of
+from rematic.activations.nested import iter_leaves, map_leaves
+
+
+class Argument:
+    """A tensor argument: a detached alias, since the tensor itself would keep its graph alive.
+
+    (With the tensor, a unit that mutates its input in an aborted step leaks its records for good.)
+    """
+
+    __slots__ = ("alias", "requires_grad", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.alias = tensor.detach()
+        self.requires_grad = tensor.requires_grad
+        self.version = version_of(tensor)
+
+    @property
+    def mutated(self) -> bool:
+        """Whether the tensor was changed in place since the call began."""
+        return version_of(self.alias) != self.version
+
+
+class CallArguments:
+    """The arguments of one call, their containers rebuilt and their tensors aliased."""
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen: dict[int, Argument] = {}
+
+        def alias(tensor: torch.Tensor) -> Argument:
+            # one alias per tensor: a tensor passed twice is the same tensor in the replay too
+            return seen.setdefault(id(tensor), Argument(tensor))
+
+        self.args = map_leaves(alias, args)
+        self.kwargs = map_leaves(alias, kwargs)
+
+    def tensors(self) -> list[Argument]:
+        """Returns the tensor arguments in order, repeated ones as often as they occur."""
+        return list(iter_leaves((self.args, self.kwargs), leaf=Argument))
+
+    def mutated_positions(self) -> list[int]:
+        """Returns the positions, among the tensor arguments, of those changed in place."""
+        return [i for i, argument in enumerate(self.tensors()) if argument.mutated]
+
+    def rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns fresh containers with fresh leaf tensors, for one replay."""
+        leaves: dict[int, torch.Tensor] = {}
+
+        def leaf(argument: Argument) -> torch.Tensor:
+            if id(argument) not in leaves:
+                tensor = argument.alias.detach()
+                if argument.requires_grad:
+                    tensor.requires_grad_()
+                leaves[id(argument)] = tensor
+            return leaves[id(argument)]
+
+        return (
+            map_leaves(leaf, self.args, leaf=Argument),
+            map_leaves(leaf, self.kwargs, leaf=Argument),
+        )

@@ -1,0 +1,52 @@
+"""The units of one model and their ledger: what a session applies its plans to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from rematic.activations.ledger import Ledger
+from rematic.activations.unit import Unit, UnitForward
+from rematic.activations.units import find_units
+from rematic.policy import Keep, Plan
+
+
+class Engine:
+    """Binds the units of a model, applies plans to them, and undoes both."""
+
+    def __init__(self, model: nn.Module, patterns: Sequence[str] = ()) -> None:
+        _refuse_other_owners(model)
+        found = find_units(model, patterns)
+        self.ledger = Ledger()
+        self.units = [
+            Unit(name, module, position=i, ledger=self.ledger)
+            for i, (name, module) in enumerate(found)
+        ]
+        self.classes = {name: type(module).__name__ for name, module in found}
+
+    def apply(self, plan: Plan) -> None:
+        """Makes the next records start as the plan says."""
+        for unit, action in zip(self.units, plan.actions, strict=True):
+            unit.starts_held = isinstance(action, Keep)
+
+    def detach(self) -> None:
+        """Gives every module its own `forward` back. Records still in a graph keep working."""
+        for unit in reversed(self.units):
+            unit.restore()
+
+
+def _refuse_other_owners(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, UnitForward) and not forward.silent:
+            raise ValueError(
+                f"module {name or type(model).__name__!r} is already managed by a session: "
+                "expected a model that is not attached. Call `session.detach()` first."
+            )
+        if module.__dict__.get("gradient_checkpointing") is True:
+            raise ValueError(
+                f"module {name or type(model).__name__!r} has gradient checkpointing of its own "
+                "turned on: expected one owner. Call `model.gradient_checkpointing_disable()` "
+                "before attaching; rematic decides what is recomputed."
+            )

@@ -1,0 +1,101 @@
+"""Walks the tensors of nested arguments and rebuilds their containers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+# Arguments of a module are whatever its author passes; only containers and tensors are looked at.
+Nested = Any
+T = TypeVar("T")
+
+
+def map_leaves(fn: Callable[[Any], Nested], value: T, *, leaf: type = torch.Tensor) -> T:
+    """Returns `value` with `fn` applied to every `leaf` and every container built anew.
+
+    Tuples, named tuples, lists, dictionaries (subclasses too) and dataclass instances are entered;
+    anything else, `None` included, is returned as it is.
+    """
+    return _map(fn, value, leaf)  # type: ignore[no-any-return]
+
+
+def iter_leaves(value: Nested, *, leaf: type = torch.Tensor) -> Iterator[Any]:
+    """Yields every `leaf` inside `value`, in the order in which `map_leaves` meets them."""
+    if isinstance(value, leaf):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from iter_leaves(item, leaf=leaf)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from iter_leaves(item, leaf=leaf)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from iter_leaves(getattr(value, field.name, None), leaf=leaf)
+
+
+def _map(fn: Callable[[Any], Nested], value: Nested, leaf: type) -> Nested:
+    if isinstance(value, leaf):
+        return fn(value)
+    if isinstance(value, tuple):
+        return _mapped_tuple(fn, value, leaf)
+    if isinstance(value, list):
+        items = [_map(fn, item, leaf) for item in value]
+        if type(value) is list:
+            return items
+        rebuilt = copy.copy(value)
+        rebuilt[:] = items
+        return rebuilt
+    if isinstance(value, Mapping):
+        return _mapped_mapping(fn, value, leaf)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _mapped_dataclass(fn, value, leaf)
+    return value
+
+
+def _mapped_tuple(
+    fn: Callable[[Any], Nested], value: tuple[Nested, ...], leaf: type
+) -> tuple[Nested, ...]:
+    if type(value) is tuple:
+        return tuple(_map(fn, item, leaf) for item in value)
+    if hasattr(value, "_fields"):
+        return type(value)(*(_map(fn, item, leaf) for item in value))
+    return value  # torch.Size and the like hold no tensors; their constructors are unknown
+
+
+def _mapped_mapping(
+    fn: Callable[[Any], Nested], value: Mapping[Any, Nested], leaf: type
+) -> Nested:
+    items = {key: _map(fn, item, leaf) for key, item in value.items()}
+    if type(value) is dict:
+        return items
+    rebuilt = copy.copy(value)
+    try:
+        for key, item in items.items():
+            rebuilt[key] = item  # type: ignore[index]
+    except TypeError:  # a read-only mapping: its tensors stay as they are
+        return value
+    return rebuilt
+
+
+def _mapped_dataclass(fn: Callable[[Any], Nested], value: Nested, leaf: type) -> Nested:
+    rebuilt = copy.copy(value)
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            # frozen dataclasses refuse plain assignment
+            object.__setattr__(rebuilt, field.name, _map(fn, getattr(value, field.name), leaf))
+    return rebuilt
+
+
+def holds_container(values: Iterable[Nested]) -> bool:
+    """Returns whether any of `values` is a container that the callee could change."""
+    return any(
+        isinstance(value, (list, Mapping))
+        or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+        or (isinstance(value, tuple) and holds_container(value))
+        for value in values
+    )

@@ -1,0 +1,180 @@
+"""A record: everything one call of a unit saved for backward, as holders that can be evicted.
+
+Holders own tensors, autograd owns holders, the record knows its holders weakly. So memory falls
+through backward as it does in plain autograd (contract 6), and a record whose tensors are all
+consumed is gone by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematic.activations import torch_private
+from rematic.activations.ambient import capture_ambient
+from rematic.activations.arguments import CallArguments
+from rematic.activations.module_state import ModuleState, version_of
+
+_STALE = -2  # version of a holder whose tensor was already changed in place when it was evicted
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMetadata:
+    """What the tensor in a slot must look like when a replay makes it again."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {tuple(self.shape)} on {self.device}"
+
+
+class Holder:
+    """Stands in autograd's graph for one saved tensor."""
+
+    __slots__ = ("__weakref__", "external", "index", "record", "tensor", "version")
+
+    record: Record
+    index: int
+    tensor: torch.Tensor | None
+    external: bool
+    version: int
+
+
+class Record:
+    """One call of a unit: its inputs, the state it ran in, and the slots of its saved tensors."""
+
+    __slots__ = (
+        "__weakref__",
+        "ambient",
+        "arguments",
+        "busy",
+        "external_keys",
+        "forward",
+        "forward_seconds",
+        "held",
+        "holders",
+        "lock",
+        "metadata",
+        "module_state",
+        "name",
+        "num_replays",
+        "pinned",
+        "position",
+        "serial",
+    )
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        name: str,
+        position: int,
+        module_state: ModuleState,
+        held: bool,
+    ) -> None:
+        self.name = name
+        self.position = position
+        self.serial = -1
+        self.forward = forward
+        self.held = held
+        self.pinned: str | None = None
+        """Why the record can never be evicted, None if it can."""
+        self.busy = False
+        """Whether it is being replayed, when nothing may evict it."""
+        self.num_replays = 0
+        self.forward_seconds = 0.0
+        self.lock = threading.RLock()
+        self.holders: list[weakref.ref[Holder]] = []
+        self.metadata: list[SlotMetadata] = []
+        self.module_state = module_state
+        self.arguments = CallArguments(*call)
+        tensors = [argument.alias for argument in self.arguments.tensors()]
+        self.external_keys = _storage_keys(tensors + module_state.tensors())
+        self.ambient = capture_ambient(_accelerators(tensors + module_state.tensors()))
+
+    def pack(self, tensor: torch.Tensor) -> Holder:
+        """Takes one saved tensor from autograd; every saved tensor takes a slot, in order."""
+        holder = Holder()
+        holder.record = self
+        holder.index = len(self.holders)
+        holder.external = torch_private.storage_key(tensor) in self.external_keys
+        holder.version = version_of(tensor)
+        if holder.external or self.held:
+            # detached: an output of the unit would hold its own graph, and with it this holder
+            holder.tensor = tensor.detach() if tensor.requires_grad else tensor
+        else:
+            holder.tensor = None
+        self.holders.append(weakref.ref(holder))
+        self.metadata.append(SlotMetadata(tensor.shape, tensor.dtype, tensor.device))
+        return holder
+
+    def live_holders(self) -> list[Holder]:
+        """Returns the holders that autograd still needs."""
+        return [holder for ref in self.holders if (holder := ref()) is not None]
+
+    def own_bytes(self) -> int:
+        """Returns the bytes held: distinct storages in memory, external ones not counted."""
+        return sum(nbytes for _, nbytes in self._own_storages())
+
+    def evict(self) -> int:
+        """Lets go of every own tensor and returns the bytes whose storage died, measured.
+
+        What something else still holds (an output used outside, autocast's weight copies) does not
+        count. A record that is pinned or being replayed is left alone.
+        """
+        if self.pinned is not None or self.busy or not self.lock.acquire(blocking=False):
+            return 0
+        try:
+            self.held = False
+            storages = self._own_storages()
+            for holder in self.live_holders():
+                if holder.tensor is not None and not holder.external:
+                    if version_of(holder.tensor) != holder.version:
+                        holder.version = _STALE
+                    holder.tensor = None
+            return sum(nbytes for storage, nbytes in storages if storage() is None)
+        finally:
+            self.lock.release()
+
+    def read(self, holder: Holder) -> torch.Tensor:
+        """Returns the tensor of a filled holder, refusing one that was changed in place."""
+        tensor = holder.tensor
+        assert tensor is not None, "a holder is filled before it is read"
+        if holder.version == _STALE or version_of(tensor) != holder.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: saved tensor {holder.index} ({self.metadata[holder.index]}) "
+                f"of unit {self.name!r}, saved at version {holder.version}. Plain PyTorch refuses "
+                "this as well; clone the tensor before the in-place operation."
+            )
+        return tensor
+
+    def _own_storages(self) -> list[tuple[weakref.ref[Any], int]]:
+        found: dict[int, tuple[weakref.ref[Any], int]] = {}
+        for holder in self.live_holders():
+            if holder.tensor is None or holder.external:
+                continue
+            key = torch_private.storage_key(holder.tensor)
+            if key is not None and key not in found:
+                storage = holder.tensor.untyped_storage()
+                found[key] = (weakref.ref(storage), storage.nbytes())
+        return list(found.values())
+
+
+def _storage_keys(tensors: list[torch.Tensor]) -> frozenset[int]:
+    keys = (torch_private.storage_key(tensor) for tensor in tensors)
+    return frozenset(key for key in keys if key is not None)
+
+
+def _accelerators(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
+    devices = {tensor.device for tensor in tensors}
+    return tuple(sorted((d for d in devices if d.type != "cpu"), key=str))

@@ -1,0 +1,142 @@
+"""Runs a unit's forward again and fills the empty holders of its record.
+
+A replay is a transaction: everything it sets is restored, also when it fails (an allocation inside
+a replay may fail too, and the replay is then tried again).
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from rematic.activations.ambient import applied
+from rematic.activations.record import Record, SlotMetadata
+
+_state = threading.local()
+
+
+class ReplayError(RuntimeError):
+    """A replay did not do what forward did, so the gradients could not be trusted."""
+
+
+class _EveryHolderFilled(BaseException):
+    """Stops a replay early: nothing after this point is needed."""
+
+
+def replaying() -> bool:
+    """Returns whether the calling code runs inside a replay, and so has run before.
+
+    For code with effects outside torch: counters, logs, caches.
+    """
+    return getattr(_state, "depth", 0) > 0
+
+
+class _Refill:
+    """The pack hook of a replay: compares every slot with forward's and keeps what is missing."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.num_slots = 0
+        self.filled: dict[int, tuple[torch.Tensor, int]] = {}
+        self.missing = {h.index for h in record.live_holders() if h.tensor is None}
+        self.last = max(self.missing, default=-1)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        index = self.num_slots
+        self.num_slots += 1
+        self._check(index, tensor)
+        alias = tensor.detach() if tensor.requires_grad else tensor
+        if index in self.missing:
+            self.filled[index] = (alias, 0 if tensor.is_inference() else tensor._version)
+        if index == self.last:
+            raise _EveryHolderFilled
+        return alias
+
+    def _check(self, index: int, tensor: torch.Tensor) -> None:
+        metadata = self.record.metadata
+        if index >= len(metadata):
+            raise ReplayError(
+                f"the replay of unit {self.record.name!r} saved more than the {len(metadata)} "
+                f"tensors its forward saved. {_ADVICE}"
+            )
+        wanted = metadata[index]
+        found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device)
+        if found != wanted:
+            raise ReplayError(
+                f"the replay of unit {self.record.name!r} made another tensor at position "
+                f"{index}: forward saved {wanted}, the replay {found}. {_ADVICE}"
+            )
+
+
+_ADVICE = (
+    "Its forward does not do the same twice: look for state outside torch (a cache that grows, a "
+    "Python random number, a flag changed between forward and backward), guard it with "
+    "`rematic.replaying()`, or keep this unit with a rule whose action is `keep`."
+)
+
+
+def replay(record: Record) -> None:
+    """Fills every empty holder of `record` that autograd still needs.
+
+    Raises:
+        ReplayError: If the replay saves other tensors than forward did, or an input or parameter
+            was changed in place in between.
+    """
+    _refuse_changed_inputs(record)
+    refill = _Refill(record)
+    if not refill.missing:
+        return
+    record.num_replays += 1
+    record.busy = True
+    _state.depth = getattr(_state, "depth", 0) + 1
+    try:
+        _run(record, refill)
+    finally:
+        _state.depth -= 1
+        record.busy = False
+    _fill(record, refill)
+
+
+def _run(record: Record, refill: _Refill) -> None:
+    args, kwargs = record.arguments.rebuild()
+    with applied(record.ambient), record.module_state.replayed(), torch.enable_grad():
+        hooks = torch.autograd.graph.saved_tensors_hooks(refill.pack, _as_packed)
+        try:
+            with hooks:
+                record.forward(*args, **kwargs)
+        except _EveryHolderFilled:
+            return
+    if refill.num_slots <= refill.last:
+        raise ReplayError(
+            f"the replay of unit {record.name!r} saved {refill.num_slots} tensors where its "
+            f"forward saved {len(record.metadata)}. {_ADVICE}"
+        )
+
+
+def _as_packed(tensor: torch.Tensor) -> torch.Tensor:
+    # a unit that calls autograd.grad inside itself unpacks during the replay
+    return tensor
+
+
+def _fill(record: Record, refill: _Refill) -> None:
+    for holder in record.live_holders():
+        if holder.index in refill.filled:
+            holder.tensor, holder.version = refill.filled[holder.index]
+
+
+def _refuse_changed_inputs(record: Record) -> None:
+    positions = record.arguments.mutated_positions()
+    if positions:
+        raise ReplayError(
+            f"cannot replay unit {record.name!r}: tensor argument {positions[0]} was changed in "
+            "place after its forward. Clone it before the in-place operation, or keep this unit "
+            "with a rule whose action is `keep`."
+        )
+    changed = record.module_state.changed_tensor()
+    if changed is not None:
+        raise ReplayError(
+            f"cannot replay unit {record.name!r}: its {changed} was changed in place between "
+            "forward and backward (an optimizer step before backward?). Run backward first, or "
+            "keep this unit with a rule whose action is `keep`."
+        )

@@ -1,0 +1,94 @@
+"""Reads memory while a step runs, and splits it into what units keep and the working set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rematic.activations.ledger import Ledger
+from rematic.activations.record import Record
+
+
+class StepMeter:
+    """Highest readings of one step.
+
+    Unwatched, memory is read at the ends of units. Watched, it is read after every op as well, and
+    the working set of forward and of backward is told apart from what the records hold.
+    """
+
+    def __init__(
+        self,
+        allocated_bytes: Callable[[], int | None],
+        ledger: Ledger,
+        *,
+        gradient_bytes: Callable[[], int],
+        watched: bool,
+    ) -> None:
+        self._allocated_bytes = allocated_bytes
+        self._ledger = ledger
+        self._gradient_bytes = gradient_bytes
+        self._watched = watched
+        self._resident_bytes = 0
+        self._gradients_before = gradient_bytes() if watched else 0
+        self._gradients_since = 0
+        self._in_backward = False
+        self.before_bytes = allocated_bytes()
+        """Bytes in use before the step, None if the probe cannot tell."""
+        self.peak_bytes = self.before_bytes
+        """Highest reading of the step."""
+        self.kept: dict[str, int] = {}
+        """Bytes that the records of each unit held when its forward ended, by name of unit."""
+        self._forward_transient = 0
+        self._backward_transient = 0
+
+    @property
+    def forward_transient_bytes(self) -> int | None:
+        """Working set of forward and loss; None if unwatched."""
+        return self._forward_transient if self._is_known() else None
+
+    @property
+    def backward_transient_bytes(self) -> int | None:
+        """Working set of backward; None if unwatched or backward never came to a unit."""
+        return self._backward_transient if self._is_known() and self._in_backward else None
+
+    def at_unit_end(self, record: Record) -> int | None:
+        """Reads memory when a unit's forward has ended; returns the bytes in use."""
+        if record.held:
+            self.kept[record.name] = self.kept.get(record.name, 0) + record.own_bytes()
+        if self._watched:
+            self._resident_bytes = self._ledger.resident_bytes()
+            self._gradients_since = self._gradient_bytes() - self._gradients_before
+        return self.read()
+
+    def at_backward(self, record: Record) -> None:
+        """Reads memory when backward comes to another record."""
+        if self._watched:
+            self._in_backward = True
+            self._resident_bytes = self._ledger.resident_bytes()
+            if record.held:
+                self._resident_bytes -= record.own_bytes()  # falls from here on: working set
+            self._gradients_since = self._gradient_bytes() - self._gradients_before
+        self.read()
+
+    def after_eviction(self) -> None:
+        """Takes note that records hold less."""
+        if self._watched:
+            self._resident_bytes = self._ledger.resident_bytes()
+
+    def read(self) -> int | None:
+        """Reads memory; called after every op of a watched step. Returns the bytes in use."""
+        allocated = self._allocated_bytes()
+        if allocated is None:
+            return None
+        if self.peak_bytes is None or allocated > self.peak_bytes:
+            self.peak_bytes = allocated
+        if self._watched and self.before_bytes is not None:
+            beside = self.before_bytes + self._resident_bytes + self._gradients_since
+            transient = allocated - beside
+            if self._in_backward:
+                self._backward_transient = max(self._backward_transient, transient)
+            else:
+                self._forward_transient = max(self._forward_transient, transient)
+        return allocated
+
+    def _is_known(self) -> bool:
+        return self._watched and self.before_bytes is not None

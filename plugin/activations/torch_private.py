@@ -1,0 +1,56 @@
+"""The only place that touches private torch names, each feature-detected.
+
+Delete a function here as soon as torch offers the same in public.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Returns the identity of a tensor's storage while it is alive, or None where it has none.
+
+    Sparse tensors raise on `untyped_storage()`. The address of the data would not do: it is 0 for
+    every empty, meta and fake tensor.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+def inside_function_transform() -> bool:
+    """Returns whether a `torch.func` transform is running, which refuses saved-tensor hooks."""
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
+def has_outer_saved_tensor_hooks() -> bool:
+    """Returns whether somebody else's default saved-tensor hooks are active (`save_on_cpu`)."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    # True: do not skip hooks which the tracer has put aside.
+    return top is not None and top(True) is not None
+
+
+def sdpa_priority_order() -> list[int] | None:
+    """Returns the order in which attention kernels are tried, None where torch has no such order."""
+    get = getattr(torch._C, "_get_sdp_priority_order", None)
+    return None if get is None else list(get())
+
+
+def set_sdpa_priority_order(order: list[int] | None) -> None:
+    """Sets the order read by `sdpa_priority_order`."""
+    if order is not None:
+        torch._C._set_sdp_priority_order(order)
+
+
+def default_device_override() -> torch.device | None:
+    """Returns the device of `torch.set_default_device` or an open `with torch.device`, else None.
+
+    `torch.get_default_device` answers the same but costs 3 us; most models never set one.
+    """
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    if context is None and torch._C._len_torch_function_stack() == 0:
+        return None
+    return torch.get_default_device()

@@ -1,0 +1,267 @@
+"""One unit: its `forward`, replaced on the instance, runs under the record's hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rematic.activations import torch_private
+from rematic.activations.ambient import restore_generators
+from rematic.activations.key_value_cache import without_empty_caches
+from rematic.activations.ledger import Ledger
+from rematic.activations.module_state import ModuleState
+from rematic.activations.nested import holds_container, map_leaves
+from rematic.activations.record import Record
+from rematic.activations.replay import replaying
+from rematic.memory import is_out_of_memory, requested_bytes
+
+_log = logging.getLogger("rematic")
+_state = threading.local()
+_FIRST_CALL = "whether it can be replayed is known only when its first call ends"
+
+
+class Unit:
+    """A module instance whose activations are managed together.
+
+    Its `forward` is an attribute of the instance (contract 2); `restore()` takes it away again.
+    """
+
+    def __init__(self, name: str, module: nn.Module, *, position: int, ledger: Ledger) -> None:
+        self.name = name
+        self.position = position
+        self.ledger = ledger
+        self.starts_held = False
+        """Whether the next records start held (`keep`) or evicted (`recompute`)."""
+        self.num_forwards = 0
+        """Forwards that ran under a record."""
+        self.num_retries = 0
+        """Forwards run again because memory ran out."""
+        self.pinned: str | None = None
+        """Why this unit's records are never evicted, None if they can be."""
+        self._module = weakref.ref(module)
+        self._mutable_buffers: frozenset[str] | None = None
+        self._notes: set[str] = set()
+        self._forward = UnitForward(self, module)
+        module.forward = self._forward  # type: ignore[method-assign]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which the unit itself does not keep alive."""
+        module = self._module()
+        assert module is not None, "a unit is only called through its module"
+        return module
+
+    def restore(self) -> None:
+        """Gives the module its own `forward` back."""
+        self._forward.remove()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call, and again if memory runs out and evicting others helps."""
+        args, kwargs, filled_cache = without_empty_caches(args, kwargs)
+        plain = not holds_container((*args, *kwargs.values()))
+        held = self.starts_held or self._mutable_buffers is None
+        while True:
+            call = (args, kwargs) if plain else map_leaves(_same, (args, kwargs))
+            record = self._open(call, held=held, filled_cache=filled_cache)
+            try:
+                output = self._attempt(record, call)
+            except RuntimeError as error:
+                if not self._can_run_again(error, record, held=held):
+                    raise
+                state, ambient = record.module_state, record.ambient
+                wanted = requested_bytes(error)
+            else:
+                self._close(record)
+                return output
+            # outside `except`: the failed attempt is freed before anything is tried again
+            del record
+            self.num_retries += 1
+            freed = self.ledger.evict(wanted).bytes_freed
+            held = held and freed > 0  # nothing left to let go: this record starts evicted
+            state.restore()
+            restore_generators(ambient)
+
+    def _can_run_again(self, error: RuntimeError, record: Record, *, held: bool) -> bool:
+        return (
+            is_out_of_memory(error)
+            and not record.arguments.mutated_positions()
+            and (held or self.ledger.resident_bytes() > 0)
+        )
+
+    def _open(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], *, held: bool, filled_cache: bool
+    ) -> Record:
+        record = Record(
+            self._forward.original,
+            call,
+            name=self.name,
+            position=self.position,
+            module_state=ModuleState(self.module, self._mutable_buffers),
+            held=held or filled_cache or self.pinned is not None,
+        )
+        if filled_cache:
+            record.pinned = "it was given a filled key/value cache"
+        elif self.pinned is None and self._mutable_buffers is None:
+            record.pinned = _FIRST_CALL
+        else:
+            record.pinned = self.pinned
+        self.ledger.open(record)
+        return record
+
+    def _attempt(self, record: Record, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = call
+        self.num_forwards += 1
+        start = time.perf_counter()
+        with recording(), saved_tensors_hooks(record.pack, self.ledger.unpack):
+            output = record.forward(*args, **kwargs)
+        record.forward_seconds = time.perf_counter() - start
+        return output
+
+    def _close(self, record: Record) -> None:
+        first = self._mutable_buffers is None
+        if self._mutable_buffers is None:
+            self._mutable_buffers = record.module_state.mutated_buffers()
+        if record.pinned == _FIRST_CALL:
+            record.pinned = None
+        if record.arguments.mutated_positions():
+            self._pin(record)
+        if self.ledger.after_forward is not None:
+            self.ledger.after_forward(record)
+        if first and not self.starts_held:
+            record.evict()
+
+    def _pin(self, record: Record) -> None:
+        record.pinned = "it changes its input in place"
+        if self.pinned is None:
+            self.pinned = record.pinned
+            _log.warning(
+                "unit %r is kept under every policy: %s, so it cannot be replayed. Clone the "
+                "input inside the unit to make it evictable.",
+                self.name,
+                self.pinned,
+            )
+
+    def note_once(self, text: str) -> None:
+        """Logs why this unit's call was passed through, once for each reason."""
+        if text not in self._notes:
+            self._notes.add(text)
+            _log.warning("unit %r is not managed in this call: %s", self.name, text)
+
+
+class UnitForward:
+    """The callable that stands in for a unit's `forward`.
+
+    It knows the module weakly, so that attaching makes no new reference cycle, and it copies and
+    pickles into the plain bound method: a copy of an attached model is plain.
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self._unit = unit
+        self._module = weakref.ref(module)
+        self._previous: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.silent = False
+        """Whether it was taken away while somebody else had wrapped it: it then does nothing."""
+        functools.update_wrapper(self, type(module).forward)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the module's own `forward`, without `self`."""
+        module = self._module()
+        return inspect.signature(self._previous or types.MethodType(type(module).forward, module))
+
+    def remove(self) -> None:
+        """Takes itself from the instance, or goes silent if somebody wrapped it meanwhile."""
+        module = self._module()
+        if module is None:
+            return
+        if module.__dict__.get("forward") is not self:
+            _log.warning(
+                "forward of unit %r was replaced after attach; rematic's part of it now does "
+                "nothing. Detach in the reverse order of attaching to remove it.",
+                self._unit.name,
+            )
+        elif self._previous is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self._previous
+        self.silent = True
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls what `forward` was before."""
+        if self._previous is not None:
+            return self._previous(*args, **kwargs)
+        module = self._module()
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[arg-type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the unit under its record, or plainly where nothing will be saved or replayed."""
+        if (
+            self.silent
+            or not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            # a unit called from inside another one: its tensors belong to the outer record
+            or is_recording()
+            or replaying()
+        ):
+            return self.original(*args, **kwargs)
+        reason = _pass_through_reason()
+        if reason is not None:
+            self._unit.note_once(reason)
+            return self.original(*args, **kwargs)
+        return self._unit.run(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Returns the plain `forward` of the copy."""
+        if self._previous is not None:
+            return copy.deepcopy(self._previous, memo)
+        copied = memo[id(self._module())]
+        return types.MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as the plain `forward` of the module."""
+        if self._previous is not None:
+            return _same, (self._previous,)
+        return getattr, (self._module(), "forward")
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Marks that a unit's forward runs in this thread."""
+    _state.recording = True
+    try:
+        yield
+    finally:
+        _state.recording = False
+
+
+def is_recording() -> bool:
+    """Returns whether a unit's forward runs in this thread."""
+    return getattr(_state, "recording", False)
+
+
+def _pass_through_reason() -> str | None:
+    if torch_private.inside_function_transform():
+        return "torch.func transforms refuse saved-tensor hooks"
+    if torch_private.has_outer_saved_tensor_hooks():
+        return (
+            "other saved-tensor hooks are active around it (save_on_cpu, activation offloading); "
+            "turn them off to let rematic manage this unit"
+        )
+    return None
+
+
+def _same(value: Any) -> Any:
+    return value

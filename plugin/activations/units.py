@@ -1,0 +1,74 @@
+"""Finds the units of a model: the blocks of every repeated stack, or what patterns name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from rematic.policy import match_names
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
+    """Returns (qualified name, module) of every unit, in the order of the model's modules.
+
+    Without patterns the units are the blocks of every repeated stack: the children of a
+    `ModuleList` or `Sequential` that holds two or more modules of one class, each with children of
+    its own. Only the outermost stack counts (experts inside a block belong to the block).
+
+    Args:
+        model: The model, possibly the block itself.
+        patterns: Names of units instead of the default search: globs over qualified names or
+            class names.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or no repeated stack is found.
+    """
+    found = _matched(model, patterns) if patterns else list(_stacks(model, ""))
+    if not found:
+        raise ValueError(
+            f"found no repeated stack of blocks in {type(model).__name__}: expected a ModuleList "
+            "or Sequential with two or more blocks of one class. Name the units in the recipe, "
+            f'for example `policy: {{units: ["{_example(model)}"]}}`.'
+        )
+    return found
+
+
+def _matched(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    classes = {name: type(module).__name__ for name, module in modules.items()}
+    chosen = {name for pattern in patterns for name in match_names(pattern, classes)}
+    return [(name, modules[name]) for name in modules if name in chosen and _outermost(name, chosen)]
+
+
+def _outermost(name: str, chosen: set[str]) -> bool:
+    parts = name.split(".")
+    return not any(".".join(parts[:i]) in chosen for i in range(1, len(parts)))
+
+
+def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        blocks = _blocks(child)
+        if blocks:
+            yield from ((f"{path}.{key}", block) for key, block in blocks)
+        else:
+            yield from _stacks(child, f"{path}.")
+
+
+def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+        return []
+    blocks = [(key, child) for key, child in container.named_children() if _is_block(child)]
+    classes = [type(block) for _, block in blocks]
+    repeated = any(classes.count(cls) > 1 for cls in classes)
+    return blocks if repeated else []
+
+
+def _is_block(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _example(model: nn.Module) -> str:
+    names = [name for name, module in model.named_modules() if name and _is_block(module)]
+    return names[0] if names else "layers.*"

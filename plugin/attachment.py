@@ -1,0 +1,116 @@
+"""Assembles a Session: recipe, probe, budget, units, policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematic.activations import Engine
+from rematic.batch_shape import BatchShape, default_batch_shape
+from rematic.budget import refuse_too_small, resolve_budget
+from rematic.memory import Probe, make_probe
+from rematic.policy import Policy, Rule, action_named, policy_named
+from rematic.recipes import Recipe, load_recipe, parse_budget
+from rematic.session import Journal, Session, SessionSettings
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    recipe: str | Path | Recipe = "auto",
+    budget: int | float | str | None = None,
+    policy: str | Policy | None = None,
+    probe: str | Probe | None = None,
+    batch_shape: Callable[[Any], BatchShape] = default_batch_shape,
+    journal: Journal | None = None,
+) -> Session:
+    """Puts rematic onto a model, whose names, types and saved files stay as they are.
+
+    Args:
+        model: The model; the blocks of its repeated stacks become units.
+        optimizer: The optimizer (or several): a boundary lies after its step, and the step is
+            covered by the retry at the op. Without one every step ends at a boundary.
+        recipe: `auto`, a recipe's name, a path, or a recipe.
+        budget: Bytes that may be in use, weights and optimizer included: an absolute size such as
+            `20GiB`, a share of the device such as 0.9, or `auto`; instead of the recipe's. On a
+            CPU it must be given.
+        policy: A policy or the name of one (`planned`, `keep`, `recompute`); instead of the
+            recipe's.
+        probe: `auto`, `host`, `cuda`, or a probe; instead of the recipe's.
+        batch_shape: Reads a batch; the default takes the largest tensor, integers first.
+        journal: Takes the decisions, such as a `rematic.journal.JournalWriter`.
+
+    Raises:
+        ValueError: If there is no unit, a pattern matches nothing, the model is attached already,
+            or the budget does not hold the model.
+    """
+    chosen = _recipe(recipe)
+    optimizers = _optimizers(optimizer)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    reader = _probe(chosen, probe, device, [model, *optimizers])
+    budget_bytes = resolve_budget(
+        chosen.memory.budget if budget is None else parse_budget(budget),
+        snapshot=reader.snapshot(),
+        device=device,
+    )
+    first = policy_named(policy) if policy is not None else _policy(chosen)
+    if budget_bytes is not None:
+        refuse_too_small(budget_bytes, [*model.parameters(), *model.buffers()])
+    elif device.type == "cpu" and first.default is None:
+        raise ValueError(
+            "no budget for a model on the CPU: expected one, since other programs use the same "
+            "memory. Write for example `rematic.attach(model, budget='8GiB')`, or a fixed policy "
+            "such as `policy='recompute'`."
+        )
+    engine = Engine(model, chosen.policy.units)
+    try:
+        return Session(
+            model,
+            engine,
+            reader,
+            optimizers=optimizers,
+            policy=first,
+            settings=SessionSettings(
+                budget_bytes=budget_bytes,
+                reserve=chosen.memory.reserve,
+                op_retry=chosen.policy.op_retry,
+                batch_shape=batch_shape,
+                journal=journal or _NoJournal(),
+            ),
+        )
+    except BaseException:
+        engine.detach()
+        raise
+
+
+class _NoJournal:
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Takes nothing down."""
+
+
+def _recipe(recipe: str | Path | Recipe) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    return Recipe() if recipe == "auto" else load_recipe(recipe)
+
+
+def _optimizers(
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+
+
+def _policy(recipe: Recipe) -> Policy:
+    start = policy_named(recipe.policy.start)
+    rules = tuple(
+        Rule(pattern=rule.match, action=action_named(rule.action.name))
+        for rule in recipe.policy.rules
+    )
+    return Policy(name=start.name, rules=rules, default=start.default)

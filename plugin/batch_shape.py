@@ -1,0 +1,63 @@
+"""The shape of a batch, as plans are made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rematic.activations.nested import iter_leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """What decides how much memory a batch needs."""
+
+    batch: int
+    """Number of sequences."""
+
+    length: int
+    """Tokens (or positions) of each sequence, padding included."""
+
+    padded: bool
+    """Whether an attention mask hides some of them."""
+
+    @property
+    def tokens(self) -> int:
+        """Batch size x length."""
+        return self.batch * self.length
+
+
+def default_batch_shape(batch: Any) -> BatchShape:
+    """Reads the largest tensor of a batch, integers before floats.
+
+    Integers `(batch, length)` are token ids. Floats `(batch, length, features)` are embeddings,
+    `(batch, features)` have length 1, and `(batch, channels, height, width)` have height x width
+    positions. A batch without tensors counts as one token. `padded` reads `attention_mask`.
+    """
+    tensors = list(iter_leaves(batch))
+    integers = [t for t in tensors if not t.is_floating_point() and t.dim() >= 2]
+    candidates = integers or [t for t in tensors if t.dim() >= 1]
+    if not candidates:
+        return BatchShape(batch=1, length=1, padded=False)
+    largest = max(candidates, key=torch.Tensor.numel)
+    batch_size, length = _extent(largest)
+    return BatchShape(batch=batch_size, length=length, padded=_is_padded(batch))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.dim() == 1:
+        return int(tensor.shape[0]), 1
+    if not tensor.is_floating_point() or tensor.dim() == 3:
+        return int(tensor.shape[0]), int(tensor.shape[1])
+    return int(tensor.shape[0]), max(1, tensor[0, 0].numel() if tensor.dim() > 2 else 1)
+
+
+def _is_padded(batch: Any) -> bool:
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, torch.Tensor):
+        return False
+    # on an accelerator the values would cost a synchronisation: a mask is taken at its word
+    return mask.device.type != "cpu" or not bool(mask.all())

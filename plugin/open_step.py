@@ -1,0 +1,176 @@
+"""One step while it runs: its plan in force, its meter, its retry of failing ops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rematic.activations import Engine, Eviction, OpRetry, StepMeter
+from rematic.activations.record import Record
+from rematic.batch_shape import BatchShape
+from rematic.control import StepDecision, StepOutcome
+from rematic.memory import MemorySnapshot, Probe
+from rematic.step_record import StepRecord
+
+Write = Callable[[Mapping[str, Any]], None]
+
+
+class OpenStep:
+    """Applies the plan of one step and answers what happens until it is closed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        probe: Probe,
+        decision: StepDecision,
+        *,
+        number: int,
+        shape: BatchShape,
+        armed: bool,
+        gradient_bytes: Callable[[], int],
+        write: Write,
+    ) -> None:
+        self.number = number
+        self.shape = shape
+        self.decision = decision
+        self.num_op_retries = 0
+        self._engine = engine
+        self._probe = probe
+        self._write = write
+        self._started = time.perf_counter()
+        self._before = probe.snapshot()
+        self._counts = _Counts(engine)
+        self._corrected_bytes = 0
+        watched = decision.watched
+        self.meter = StepMeter(
+            probe.allocated_bytes,
+            engine.ledger,
+            gradient_bytes=gradient_bytes,
+            watched=watched,
+        )
+        engine.apply(decision.plan)
+        engine.ledger.after_forward = self._at_unit_end
+        engine.ledger.at_backward = self.meter.at_backward
+        after_op = self.meter.read if watched else None
+        self.armed = armed or watched
+        """Whether the retry at the op is in force."""
+        self._mode = OpRetry(self.relieve, after_op=after_op) if self.armed else None
+        if self._mode is not None:
+            self._mode.__enter__()
+
+    def close(self) -> None:
+        """Stops watching; the plan stays in force until the next step."""
+        self._engine.ledger.after_forward = None
+        self._engine.ledger.at_backward = None
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+    def relieve(self, num_bytes: int, where: str) -> int:
+        """Answers an op that ran out of memory; returns the bytes freed, 0 if none are left."""
+        eviction = self._engine.ledger.evict(num_bytes, spare_active=True)
+        self.meter.after_eviction()
+        self._corrected_bytes += eviction.bytes_freed
+        self.num_op_retries += eviction.bytes_freed > 0
+        self._write(
+            {
+                "event": "retry",
+                "step": self.number,
+                "level": "op",
+                "where": where,
+                "bytes_asked": num_bytes,
+                "bytes_freed": eviction.bytes_freed,
+                "units": list(eviction.units),
+            }
+        )
+        return eviction.bytes_freed
+
+    def outcome(self) -> StepOutcome:
+        """Returns what the controller learns from the step."""
+        classes = self._engine.classes
+        return StepOutcome(
+            tokens=self.shape.tokens,
+            kept_bytes=tuple(
+                (classes[name], num_bytes)
+                for name, num_bytes in sorted(self.meter.kept.items(), key=lambda kv: kv[1])
+            ),
+            forward_transient_bytes=self.meter.forward_transient_bytes,
+            backward_transient_bytes=self.meter.backward_transient_bytes,
+            corrected_bytes=self._corrected_bytes,
+        )
+
+    def record(self, *, policy: str, budget_bytes: int | None) -> StepRecord:
+        """Returns the step as the journal holds it."""
+        counts = self._counts.since()
+        watched = self.decision.watched
+        return StepRecord(
+            step=self.number,
+            batch=self.shape.batch,
+            length=self.shape.length,
+            tokens=self.shape.tokens,
+            padded=self.shape.padded,
+            policy=policy,
+            plan=self.decision.plan.counts(),
+            predicted_peak_bytes=self.decision.predicted_peak_bytes,
+            peak_bytes=self.meter.peak_bytes,
+            peak_source="op ends" if watched else "unit ends",
+            budget_bytes=budget_bytes,
+            before=self._before,
+            after=self._probe.snapshot(),
+            seconds=time.perf_counter() - self._started,
+            evictions=counts["evictions"],
+            evicted_bytes=counts["evicted_bytes"],
+            op_retries=self.num_op_retries,
+            unit_retries=counts["unit_retries"],
+            replays=counts["replays"],
+            armed=self.armed,
+            reason=self.decision.reason,
+        )
+
+    def _at_unit_end(self, record: Record) -> None:
+        in_use = self.meter.at_unit_end(record)
+        limit = self.decision.limit_bytes
+        if in_use is None or limit is None:
+            return
+        excess = in_use + self.decision.later_kept_bytes[record.position] - limit
+        if excess <= 0:
+            return
+        eviction = self._engine.ledger.evict(excess)
+        if eviction.bytes_freed:
+            self._note_eviction(excess, eviction)
+
+    def _note_eviction(self, excess: int, eviction: Eviction) -> None:
+        self._corrected_bytes += eviction.bytes_freed
+        self.meter.after_eviction()
+        self._write(
+            {
+                "event": "evict",
+                "step": self.number,
+                "bytes_asked": excess,
+                "bytes_freed": eviction.bytes_freed,
+                "units": list(eviction.units),
+                "reason": "memory in use plus what the rest of the step needs passes the limit",
+            }
+        )
+
+
+class _Counts:
+    """Counters of the engine at the start of a step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._start = self._now()
+
+    def since(self) -> dict[str, int]:
+        now = self._now()
+        return {name: now[name] - self._start[name] for name in now}
+
+    def _now(self) -> dict[str, int]:
+        counts = self._engine.ledger.counts
+        return {
+            "evictions": counts.num_evictions,
+            "evicted_bytes": counts.evicted_bytes,
+            "replays": counts.replays.total(),
+            "unit_retries": sum(unit.num_retries for unit in self._engine.units),
+        }

@@ -1,0 +1,73 @@
+"""Wraps an optimizer's `step` on the instance: a boundary lies after it, a retry around it."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class OptimizerBoundary:
+    """Tells the session when an optimizer has stepped, and covers the step by the op retry.
+
+    Args:
+        optimizer: The optimizer, whose class stays as it is.
+        guard: Makes the context in which parameters and state are updated.
+        on_step: Called after the step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        guard: Callable[[], contextlib.AbstractContextManager[Any]],
+        on_step: Callable[[], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._guard = guard
+        self._on_step = on_step
+        self._previous = optimizer.__dict__.get("step")
+        self._original = optimizer.step
+        self._active = True
+        # Bound: learning-rate schedulers wrap `optimizer.step.__func__` on the instance too.
+        self._wrapped = types.MethodType(self._make_step(), optimizer)
+        optimizer.step = self._wrapped  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Gives the optimizer its own `step` back, or goes silent under somebody's wrapper."""
+        self._active = False
+        if self._optimizer.__dict__.get("step") is self._wrapped:
+            if self._previous is None:
+                del self._optimizer.__dict__["step"]
+            else:
+                self._optimizer.__dict__["step"] = self._previous
+
+    def _make_step(self) -> Callable[..., Any]:
+        def step(_: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
+            if not self._active:
+                return self._call(closure, kwargs)
+            guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            if not isinstance(self._optimizer, torch.optim.LBFGS):  # it calls its closure often
+                closure, guard = self._evaluated(closure), self._guard()
+            with guard:
+                result = self._call(closure, kwargs)
+            self._on_step()
+            return result
+
+        return step
+
+    def _evaluated(self, closure: Any) -> Any:
+        """Runs forward and backward first: the guard is for the update alone."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        return lambda: loss
+
+    def _call(self, closure: Any, kwargs: dict[str, Any]) -> Any:
+        if closure is None:
+            return self._original(**kwargs)
+        return self._original(closure, **kwargs)

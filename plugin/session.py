@@ -1,0 +1,371 @@
+"""The one facade: every integration drives a Session."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from rematic import control
+from rematic.activations import Engine, OpRetry
+from rematic.batch_shape import BatchShape
+from rematic.control import Costs, History, HistoryEntry, StepRequest
+from rematic.gradients import gradient_bytes, pending_gradient_bytes
+from rematic.memory import Probe, is_out_of_memory
+from rematic.open_step import OpenStep
+from rematic.optimizer_boundary import OptimizerBoundary
+from rematic.policy import LADDER, Plan, Policy, Recompute, policy_named, resolve
+from rematic.session_report import format_session_report
+from rematic.step_record import StepRecord
+
+T = TypeVar("T")
+STATE_VERSION = 1
+"""Version of what `state_dict` returns."""
+
+
+class Journal(Protocol):
+    """Takes the decisions of a session."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Takes one event of plain types."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """What a session keeps to."""
+
+    budget_bytes: int | None
+    """Bytes that may be in use on the device; None without a limit."""
+
+    reserve: float
+    """Share of the budget that plans leave unused."""
+
+    op_retry: Literal["auto", "always", "never"]
+    """When a failed op is run again; `auto`: on steps that are predicted risky."""
+
+    batch_shape: Callable[[Any], BatchShape]
+    """Reads the shape of a batch."""
+
+    journal: Journal
+    """Takes the decisions."""
+
+
+class Session:
+    """Plans each step, watches it, learns from it, and can always go back.
+
+    Made by `rematic.attach`, undone by `detach`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        probe: Probe,
+        *,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        policy: Policy,
+        settings: SessionSettings,
+    ) -> None:
+        self.model = model
+        self.probe = probe
+        self.settings = settings
+        self.num_steps = 0
+        """Micro-batches finished."""
+        self.last_step: StepRecord | None = None
+        """The micro-batch finished last."""
+        self._engine = engine
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._costs = Costs()
+        self._step: OpenStep | None = None
+        self._pending: list[Callable[[], None]] = []
+        self._at_boundary = True
+        self._actions = resolve(policy, engine.classes)
+        entry = HistoryEntry(policy=policy, step=0, reason="the first policy")
+        self._history = History(entries=(entry,))
+        self._plan = Plan(actions=tuple(action or Recompute() for action in self._actions))
+        engine.apply(self._plan)
+        self._boundaries: list[OptimizerBoundary] = []
+        self.add_optimizers(*optimizers)
+        self._write_attach()
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self._history.current
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the step that runs, or of the last one."""
+        return self._plan
+
+    @property
+    def history(self) -> History:
+        """The policies so far, the one in force last."""
+        return self._history
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that may be in use on the device; None without a limit."""
+        return self.settings.budget_bytes
+
+    def add_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Covers optimizers made after attaching: a boundary lies after the step of each."""
+        self._boundaries += [
+            OptimizerBoundary(optimizer, guard=self._optimizer_guard, on_step=self._pass_boundary)
+            for optimizer in optimizers
+        ]
+
+    @contextlib.contextmanager
+    def step(self, batch: Any = None) -> Iterator[None]:
+        """Covers forward and backward of one micro-batch: plans for it, watches it, learns.
+
+        Args:
+            batch: The micro-batch, read for its shape only.
+        """
+        self.begin_step(batch)
+        try:
+            yield
+        except BaseException as error:
+            self.abort_step(error)
+            raise
+        self.end_step()
+
+    def run(self, fn: Callable[[Any], T], batch: Any) -> T:
+        """Runs `fn(batch)`, which does forward and backward and returns the loss, as one step.
+
+        An op that runs out of memory is answered by evicting and running it again, on every step.
+        """
+        self.begin_step(batch, armed=True)
+        try:
+            loss = fn(batch)
+        except BaseException as error:
+            self.abort_step(error)
+            raise
+        self.end_step()
+        return loss
+
+    def begin_step(self, batch: Any = None, *, armed: bool = False) -> None:
+        """Plans for a micro-batch and starts to watch it; hosts pair it with `end_step`.
+
+        Args:
+            batch: The micro-batch, read for its shape only.
+            armed: Put the retry at the op in force also where the step looks safe.
+        """
+        if self._step is not None:
+            self.abort_step(None)
+        shape = self.settings.batch_shape(batch)
+        decision = control.plan_step(self._costs, self._request(shape))
+        self._plan = decision.plan
+        self._at_boundary = False
+        mode = self.settings.op_retry
+        self._step = OpenStep(
+            self._engine,
+            self.probe,
+            decision,
+            number=self.num_steps,
+            shape=shape,
+            armed=mode == "always" or (mode == "auto" and (armed or decision.armed)),
+            gradient_bytes=lambda: gradient_bytes(self._trainable),
+            write=self.settings.journal.write,
+        )
+
+    def end_step(self) -> StepRecord:
+        """Ends the micro-batch, learns from it and writes it to the journal."""
+        step = self._close_step()
+        self._costs = control.learn(self._costs, step.outcome())
+        record = step.record(policy=self.policy.name, budget_bytes=self.budget_bytes)
+        self.last_step = record
+        self.num_steps += 1
+        self.settings.journal.write(record.to_event())
+        if not self._boundaries:
+            self._pass_boundary()
+        return record
+
+    def abort_step(self, error: BaseException | None) -> None:
+        """Ends a micro-batch that did not finish; nothing is learned from it."""
+        if self._step is None:
+            return
+        step = self._close_step()
+        if error is not None and is_out_of_memory(error):
+            event = {
+                "event": "stop",
+                "step": step.number,
+                "reason": "out of memory, and nothing was left to evict",
+                "report": f"{type(error).__name__}: {error}",
+                "batch": step.shape.batch,
+                "length": step.shape.length,
+            }
+            self.settings.journal.write(event)
+
+    def evict(self, num_bytes: int) -> int:
+        """Frees at least so many bytes now if records hold them; returns the bytes freed."""
+        if num_bytes <= 0:
+            raise ValueError(f"cannot evict {num_bytes} bytes: expected a number above 0.")
+        return self._engine.ledger.evict(num_bytes).bytes_freed
+
+    def switch(self, to: str | Policy, *, reason: str = "by call") -> None:
+        """Puts another policy in force, at the next boundary if a step has begun since the last.
+
+        Raises:
+            ValueError: If the policy is unknown, one of its rules matches nothing, or the policy
+                in force is pinned.
+        """
+        policy = policy_named(to)
+        resolve(policy, self._engine.classes)
+        control.switched(self._history, policy, step=self.num_steps, reason=reason)
+        self._when_at_boundary(lambda: self._switch(policy, reason))
+
+    def rollback(self, *, steps: int = 1, reason: str = "by call") -> None:
+        """Goes back to the policy that was in force `steps` switches ago, at the next boundary.
+
+        Raises:
+            ValueError: If there were not so many switches, or the policy in force is pinned.
+        """
+        control.rolled_back(self._history, steps=steps)
+        self._when_at_boundary(lambda: self._rollback(steps, reason))
+
+    def pin(self, to: str | Policy, *, reason: str = "by call") -> None:
+        """Puts a policy in force, at the next boundary, and keeps it until `unpin`."""
+        policy = policy_named(to)
+        resolve(policy, self._engine.classes)
+        self._when_at_boundary(lambda: self._pin(policy, reason))
+
+    def unpin(self) -> None:
+        """Lets the policy change again."""
+        self._history = control.unpinned(self._history)
+        self._write_change("unpin", before=self.policy, reason="by call")
+
+    def report(self) -> str:
+        """Returns a table of what was declared and what was measured, unit by unit."""
+        return format_session_report(self._engine, self.policy, self._actions, self.last_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns policy, history and learned costs in plain types."""
+        return {
+            "version": STATE_VERSION,
+            "units": list(self._engine.classes),
+            "num_steps": self.num_steps,
+            "history": control.history_to_plain(self._history),
+            "costs": control.costs_to_plain(self._costs),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up the state that `state_dict` returned, before the first step.
+
+        Raises:
+            ValueError: If the state is of another version or another model.
+        """
+        version, units = state.get("version"), list(self._engine.classes)
+        if version != STATE_VERSION:
+            raise ValueError(
+                f"the saved state has version {version!r}: expected {STATE_VERSION}. Resume with "
+                "the version of rematic that wrote it, or start without its state."
+            )
+        if list(state["units"]) != units:
+            raise ValueError(
+                f"the saved state is of another model: it has {len(state['units'])} units "
+                f"({_span(state['units'])}), this one {len(units)} ({_span(units)}). Resume with "
+                "the model that was saved, or start without its state."
+            )
+        self._history = control.history_from_plain(state["history"])
+        self._costs = control.costs_from_plain(state["costs"])
+        self.num_steps = state["num_steps"]
+        self._actions = resolve(self.policy, self._engine.classes)
+
+    def detach(self) -> None:
+        """Restores the model and the optimizers as they were; safe to call twice."""
+        self.abort_step(None)
+        for boundary in reversed(self._boundaries):
+            boundary.detach()
+        self._boundaries = []
+        self._engine.detach()
+
+    def _request(self, shape: BatchShape) -> StepRequest:
+        return StepRequest(
+            tokens=shape.tokens,
+            unit_classes=tuple(self._engine.classes.values()),
+            actions=self._actions,
+            in_use_bytes=self.probe.allocated_bytes(),
+            pending_gradient_bytes=pending_gradient_bytes(self._trainable),
+            budget_bytes=self.budget_bytes,
+            reserve=self.settings.reserve,
+        )
+
+    def _close_step(self) -> OpenStep:
+        if self._step is None:
+            raise RuntimeError("no step is open: expected `begin_step` before `end_step`.")
+        step, self._step = self._step, None
+        step.close()
+        return step
+
+    def _optimizer_guard(self) -> contextlib.AbstractContextManager[Any]:
+        if self.settings.op_retry == "never" or self.budget_bytes is None:
+            return contextlib.nullcontext()
+        return OpRetry(lambda wanted, _: self._engine.ledger.evict(wanted).bytes_freed)
+
+    def _pass_boundary(self) -> None:
+        self._at_boundary = True
+        pending, self._pending = self._pending, []
+        for change in pending:
+            change()
+
+    def _when_at_boundary(self, change: Callable[[], None]) -> None:
+        if self._at_boundary:
+            change()
+        else:
+            self._pending.append(change)
+
+    def _switch(self, policy: Policy, reason: str) -> None:
+        before = self.policy
+        self._put_in_force(
+            control.switched(self._history, policy, step=self.num_steps, reason=reason)
+        )
+        self._write_change("switch", before=before, reason=reason)
+
+    def _rollback(self, steps: int, reason: str) -> None:
+        before = self.policy
+        self._put_in_force(control.rolled_back(self._history, steps=steps))
+        self._write_change("rollback", before=before, reason=reason)
+
+    def _pin(self, policy: Policy, reason: str) -> None:
+        before = self.policy
+        self._put_in_force(
+            control.pinned(self._history, policy, step=self.num_steps, reason=reason)
+        )
+        self._write_change("pin", before=before, reason=reason)
+
+    def _put_in_force(self, history: History) -> None:
+        self._history = history
+        self._actions = resolve(history.current, self._engine.classes)
+
+    def _write_change(self, event: str, *, before: Policy, reason: str) -> None:
+        self.settings.journal.write(
+            {
+                "event": event,
+                "from": before.name,
+                "to": self.policy.name,
+                "step": self.num_steps,
+                "reason": reason,
+            }
+        )
+
+    def _write_attach(self) -> None:
+        self.settings.journal.write(
+            {
+                "event": "attach",
+                "units": list(self._engine.classes),
+                "budget_bytes": self.budget_bytes,
+                "capacity_bytes": self.probe.snapshot().capacity_bytes,
+                "probe": self.probe.kind,
+                "policy": self.policy.name,
+                "ladder": [policy.name for policy in LADDER],
+            }
+        )
+
+
+def _span(names: list[str]) -> str:
+    return f"{names[0]} .. {names[-1]}" if names else "none"
