@@ -1,0 +1,160 @@
+"""Writes what a run leaves behind: journal frame, metrics, checkpoints; and stops it cleanly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from rematic.journal import EventSink
+from rematic.training.interrupts import StopRequest
+from rematic.training.loader import DocumentLoader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rematic.training.progress import Figures
+    from rematic.training.run_directory import RunDirectory
+
+
+class RunRecorder(Callback):
+    """Follows a fit and records it; every checkpoint lies right after an optimizer step.
+
+    Args:
+        directory: Where the files go.
+        journal: Receives `run_start` and `run_end`.
+        loader: Told which batches are finished, so that a checkpoint knows.
+        stop: Asked after every optimizer step whether somebody wants to stop.
+        figures: Gives the last step.
+        facts: What `run_start` says.
+        checkpoint_every_steps: Optimizer steps between checkpoints; None: only at the end.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        journal: EventSink,
+        loader: DocumentLoader,
+        stop: StopRequest,
+        figures: Figures,
+        facts: Callable[[], Mapping[str, object]],
+        checkpoint_every_steps: int | None,
+    ) -> None:
+        self._directory = directory
+        self._journal = journal
+        self._loader = loader
+        self._stop = stop
+        self._figures = figures
+        self._facts = facts
+        self._checkpoint_every_steps = checkpoint_every_steps
+        self._optimizer_steps = 0
+        self._last_loss: float | None = None
+        self._finished_batches = 0
+        self._learning_rate = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the run is new and has trained nothing: then nothing of it is worth keeping."""
+        return not self._finished_batches and bool(self._directory.created)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on a signal waits for the next optimizer step."""
+        self._optimizer_steps = trainer.global_step
+        self._journal.write({"event": "run_start", **self._facts()})
+        self._stop.deferring = True
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Notes the learning rate that this batch will be trained with."""
+        self._learning_rate = float(trainer.optimizers[0].param_groups[0]["lr"])
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Tensor | Mapping[str, object] | None,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Records the batch; saves and stops where that is asked for."""
+        self._loader.finished += 1
+        self._finished_batches += 1
+        self._last_loss = float(trainer.callback_metrics["loss"])
+        self._write_metrics(trainer)
+        if trainer.global_step == self._optimizer_steps:
+            return  # more micro-batches belong to this step
+        self._optimizer_steps = trainer.global_step
+        every = self._checkpoint_every_steps
+        if self._stop.signal_number is not None:
+            trainer.should_stop = True
+        is_due = every is not None and trainer.global_step % every == 0
+        if trainer.should_stop or is_due or _is_last(trainer):
+            trainer.save_checkpoint(self._directory.checkpoint)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ends the journal; the checkpoint was saved with the last batch."""
+        self._stop.deferring = False
+        interrupted = self._stop.signal_number is not None
+        self._end("interrupted" if interrupted else "finished", reason=None)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Ends the journal; the last checkpoint stays as it was."""
+        self._stop.deferring = False
+        if self.is_empty and isinstance(exception, (ValueError, KeyboardInterrupt)):
+            return  # the folder goes away
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        reason = None if interrupted else " ".join(str(exception).split())[:2000]
+        self._end("interrupted" if interrupted else "failed", reason=reason)
+
+    def _write_metrics(self, trainer: pl.Trainer) -> None:
+        step = self._figures()
+        line = {
+            "batch": self._loader.finished,
+            "optimizer_step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "loss": self._last_loss,
+            "learning_rate": self._learning_rate,
+            "length": None if step is None else step.length,
+            "seconds": None if step is None else step.seconds,
+            "peak_bytes": None if step is None else step.peak_bytes,
+        }
+        with open(self._directory.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _end(self, status: str, *, reason: str | None) -> None:
+        self._journal.write(
+            {"event": "run_end", "status": status, "reason": reason, "last_loss": self._last_loss}
+        )
+
+
+def _is_last(trainer: pl.Trainer) -> bool:
+    """Whether training ends with this optimizer step.
+
+    A checkpoint saved later, in `on_train_end`, would not do: given more epochs, a fit of
+    Lightning 2.6 goes on from it with other batches than an uninterrupted one.
+    """
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return True
+    last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
+    return last_epoch and trainer.is_last_batch
+
+
+def truncate_metrics(path: Path, *, batches: int) -> None:
+    """Drops the lines of batches that a resumed run trains again."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        path.write_text("".join(lines[:batches]), encoding="utf-8")
