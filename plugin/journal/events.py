@@ -32,5 +32,5 @@ class JournalError(ValueError):
 class EventSink(Protocol):
     """Where a session or a runner puts its events."""
 
-    def write(self, event: Mapping[str, object], /) -> None:
+    def write(self, event: Mapping[str, object]) -> None:
         """Records one event of plain values."""

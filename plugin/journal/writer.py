@@ -37,7 +37,7 @@ class JournalWriter:
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # closed by close()
         self._repair_tail()
 
-    def write(self, event: Mapping[str, object], /) -> None:
+    def write(self, event: Mapping[str, object]) -> None:
         """Appends one event.
 
         Args:

@@ -1,0 +1,127 @@
+"""Parses the command line and runs one command.
+
+Only the chosen command imports what it needs: `rematic --version` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from rematic.cli.exit_codes import FAILED, INTERRUPTED, USER_ERROR
+from rematic.version import __version__
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `rematic` and returns its exit code.
+
+    0: done; 1: the run failed; 2: something in what the user gave; 130: interrupted.
+
+    Args:
+        argv: Arguments after the command's name; None: those of the process.
+    """
+    try:
+        arguments = build_parser().parse_args(argv)
+    except SystemExit as exit_request:  # argparse has said what there is to say
+        return int(exit_request.code or 0)
+    run: Command = arguments.run
+    try:
+        return run(arguments)
+    except ValueError as error:
+        return _complain(str(error), code=USER_ERROR)
+    except ModuleNotFoundError as error:
+        return _complain(_missing_package(error), code=USER_ERROR)
+    except RuntimeError as error:
+        return _complain(str(error), code=FAILED)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of a pipe left; there is nobody to tell
+        return FAILED
+    except KeyboardInterrupt:
+        return _complain("interrupted", code=INTERRUPTED)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="rematic",
+        description="Keep long-sequence fine-tuning inside the memory you have.",
+    )
+    parser.add_argument("--version", action="version", version=f"rematic {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_report(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a recipe",
+        description="Train a recipe and write a run directory.",
+        epilog="example: rematic train tiny-cpu training.epochs=2 memory.budget=900MiB",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or a path")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="values that replace the recipe's"
+    )
+    parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=_train)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("report", help="print what a run did")
+    parser.add_argument("run_path", metavar="RUN", help="a run directory, or its journal")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=_report)
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="watch a memory cap kill a plain run and not this one",
+        description="Train real documents under a real memory cap: everything kept, everything "
+        "recomputed, and rematic, side by side. Takes some minutes on two cores.",
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="values that replace those of tiny-cpu"
+    )
+    parser.add_argument("--documents", metavar="N", type=int, help="train only N documents")
+    parser.add_argument("--max-length", metavar="N", type=int, help="cut documents at N tokens")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=_demo)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from rematic.cli.train_command import run_train
+
+    return run_train(arguments)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rematic.cli.report_command import run_report
+
+    return run_report(arguments)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from rematic.cli.demo_command import run_demo
+
+    return run_demo(arguments)
+
+
+def _complain(text: str, *, code: int) -> int:
+    print(f"rematic: {text}", file=sys.stderr)
+    return code
+
+
+def _missing_package(error: ModuleNotFoundError) -> str:
+    return (
+        f"the package {error.name!r} is not installed; this command needs the extra `train`: "
+        "pip install 'rematic[train]'"
+    )

@@ -1,0 +1,48 @@
+"""`rematic train RECIPE [key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from rematic.cli.child import run_in_child
+from rematic.cli.exit_codes import DONE, SIGNAL_BASE
+from rematic.recipes import load_recipe
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Trains a recipe; with a heap cap in a process of its own, which the cap is for.
+
+    Raises:
+        ValueError: Something that the user gave cannot be used; nothing is left behind.
+        RuntimeError: The training failed.
+    """
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if recipe.memory.heap_cap and not arguments.in_child:
+        return run_in_child(_child_arguments(arguments))
+    from rematic.journal import format_summary
+    from rematic.training.interrupts import StopRequest
+    from rematic.training.run import train
+
+    with StopRequest(notify=_notice) as stop:
+        summary = train(recipe, resume=arguments.resume, stop=stop)
+        if arguments.json:
+            print(json.dumps(summary.to_dict(), indent=2))
+        else:
+            print(format_summary(summary))
+        return DONE if summary.status != "interrupted" else SIGNAL_BASE + (stop.signal_number or 2)
+
+
+def _child_arguments(arguments: argparse.Namespace) -> Sequence[str]:
+    options = ["--in-child"]
+    if arguments.resume is not None:
+        options += ["--resume", arguments.resume]
+    if arguments.json:
+        options.append("--json")
+    return ["train", *options, "--", arguments.recipe, *arguments.overrides]
+
+
+def _notice(text: str) -> None:
+    print(f"rematic: {text}", file=sys.stderr, flush=True)
