@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rematic.activations import ReplayError as ReplayError
 from rematic.activations import replaying as replaying
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 _LAZY = {"RecomputeStrategy": "rematic.hosts.lightning"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Loads host classes on first use, so that the core imports without their packages."""
     if name not in _LAZY:
         raise AttributeError(f"module 'rematic' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_LAZY[name]), name)
+    host: object = getattr(import_module(_LAZY[name]), name)
+    return host

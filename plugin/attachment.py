@@ -12,7 +12,7 @@ from torch import nn
 from rematic.activations import Engine
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
-from rematic.memory import Probe, make_probe
+from rematic.memory import Probe
 from rematic.policy import Policy, Rule, action_named, policy_named
 from rematic.recipes import Recipe, load_recipe, parse_budget
 from rematic.session import Journal, Session, SessionSettings
@@ -26,7 +26,7 @@ def attach(
     budget: int | float | str | None = None,
     policy: str | Policy | None = None,
     probe: str | Probe | None = None,
-    batch_shape: Callable[[Any], BatchShape] = default_batch_shape,
+    batch_shape: Callable[[object], BatchShape] = default_batch_shape,
     journal: Journal | None = None,
 ) -> Session:
     """Puts rematic onto a model, whose names, types and saved files stay as they are.

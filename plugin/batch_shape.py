@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ class BatchShape:
         return self.batch * self.length
 
 
-def default_batch_shape(batch: Any) -> BatchShape:
+def default_batch_shape(batch: object) -> BatchShape:
     """Reads the largest tensor of a batch, integers before floats.
 
     Integers `(batch, length)` are token ids. Floats `(batch, length, features)` are embeddings,
@@ -55,7 +54,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return int(tensor.shape[0]), max(1, tensor[0, 0].numel() if tensor.dim() > 2 else 1)
 
 
-def _is_padded(batch: Any) -> bool:
+def _is_padded(batch: object) -> bool:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, torch.Tensor):
         return False

@@ -10,7 +10,7 @@ from rematic.activations import Engine, Eviction, OpRetry, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
 from rematic.control import StepDecision, StepOutcome
-from rematic.memory import MemorySnapshot, Probe
+from rematic.memory import Probe
 from rematic.step_record import StepRecord
 
 Write = Callable[[Mapping[str, Any]], None]
@@ -41,7 +41,7 @@ class OpenStep:
         self._started = time.perf_counter()
         self._before = probe.snapshot()
         self._counts = _Counts(engine)
-        self._corrected_bytes = 0
+        self._missing_bytes = 0
         watched = decision.watched
         self.meter = StepMeter(
             probe.allocated_bytes,
@@ -71,7 +71,7 @@ class OpenStep:
         """Answers an op that ran out of memory; returns the bytes freed, 0 if none are left."""
         eviction = self._engine.ledger.evict(num_bytes, spare_active=True)
         self.meter.after_eviction()
-        self._corrected_bytes += eviction.bytes_freed
+        self._missing_bytes += min(num_bytes, eviction.bytes_freed)
         self.num_op_retries += eviction.bytes_freed > 0
         self._write(
             {
@@ -97,7 +97,8 @@ class OpenStep:
             ),
             forward_transient_bytes=self.meter.forward_transient_bytes,
             backward_transient_bytes=self.meter.backward_transient_bytes,
-            corrected_bytes=self._corrected_bytes,
+            # a watched step has measured what it needs: its plan was a guess, not a wrong prediction
+            missing_bytes=0 if self.decision.watched else self._missing_bytes,
         )
 
     def record(self, *, policy: str, budget_bytes: int | None) -> StepRecord:
@@ -141,7 +142,7 @@ class OpenStep:
             self._note_eviction(excess, eviction)
 
     def _note_eviction(self, excess: int, eviction: Eviction) -> None:
-        self._corrected_bytes += eviction.bytes_freed
+        self._missing_bytes += min(excess, eviction.bytes_freed)
         self.meter.after_eviction()
         self._write(
             {

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+Closure = Callable[[], Any]
+"""Forward and backward, as an optimizer's step takes them; what it returns is passed through."""
+
 
 class OptimizerBoundary:
     """Tells the session when an optimizer has stepped, and covers the step by the op retry.
@@ -23,14 +26,14 @@ class OptimizerBoundary:
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        guard: Callable[[], contextlib.AbstractContextManager[Any]],
+        guard: Callable[[], contextlib.AbstractContextManager[object]],
         on_step: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
         self._guard = guard
         self._on_step = on_step
         self._previous = optimizer.__dict__.get("step")
-        self._original = optimizer.step
+        self._original: Callable[..., object] = optimizer.step
         self._active = True
         # Bound: learning-rate schedulers wrap `optimizer.step.__func__` on the instance too.
         self._wrapped = types.MethodType(self._make_step(), optimizer)
@@ -45,13 +48,15 @@ class OptimizerBoundary:
             else:
                 self._optimizer.__dict__["step"] = self._previous
 
-    def _make_step(self) -> Callable[..., Any]:
-        def step(_: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
+    def _make_step(self) -> Callable[..., object]:
+        def step(
+            _: torch.optim.Optimizer, closure: Closure | None = None, **kwargs: object
+        ) -> object:
             if not self._active:
                 return self._call(closure, kwargs)
-            guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+            guard: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
             if not isinstance(self._optimizer, torch.optim.LBFGS):  # it calls its closure often
-                closure, guard = self._evaluated(closure), self._guard()
+                closure, guard = _evaluated(closure), self._guard()
             with guard:
                 result = self._call(closure, kwargs)
             self._on_step()
@@ -59,15 +64,14 @@ class OptimizerBoundary:
 
         return step
 
-    def _evaluated(self, closure: Any) -> Any:
-        """Runs forward and backward first: the guard is for the update alone."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            loss = closure()
-        return lambda: loss
+    def _call(self, closure: Closure | None, kwargs: dict[str, object]) -> object:
+        return self._original(**kwargs) if closure is None else self._original(closure, **kwargs)
 
-    def _call(self, closure: Any, kwargs: dict[str, Any]) -> Any:
-        if closure is None:
-            return self._original(**kwargs)
-        return self._original(closure, **kwargs)
+
+def _evaluated(closure: Closure | None) -> Closure | None:
+    """Runs forward and backward first: the guard is for the update alone."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss

@@ -22,6 +22,7 @@ from rematic.policy import LADDER, Plan, Policy, Recompute, policy_named, resolv
 from rematic.session_report import format_session_report
 from rematic.step_record import StepRecord
 
+B = TypeVar("B")
 T = TypeVar("T")
 STATE_VERSION = 1
 """Version of what `state_dict` returns."""
@@ -47,7 +48,7 @@ class SessionSettings:
     op_retry: Literal["auto", "always", "never"]
     """When a failed op is run again; `auto`: on steps that are predicted risky."""
 
-    batch_shape: Callable[[Any], BatchShape]
+    batch_shape: Callable[[object], BatchShape]
     """Reads the shape of a batch."""
 
     journal: Journal
@@ -120,7 +121,7 @@ class Session:
         ]
 
     @contextlib.contextmanager
-    def step(self, batch: Any = None) -> Iterator[None]:
+    def step(self, batch: object = None) -> Iterator[None]:
         """Covers forward and backward of one micro-batch: plans for it, watches it, learns.
 
         Args:
@@ -134,7 +135,7 @@ class Session:
             raise
         self.end_step()
 
-    def run(self, fn: Callable[[Any], T], batch: Any) -> T:
+    def run(self, fn: Callable[[B], T], batch: B) -> T:
         """Runs `fn(batch)`, which does forward and backward and returns the loss, as one step.
 
         An op that runs out of memory is answered by evicting and running it again, on every step.
@@ -148,7 +149,7 @@ class Session:
         self.end_step()
         return loss
 
-    def begin_step(self, batch: Any = None, *, armed: bool = False) -> None:
+    def begin_step(self, batch: object = None, *, armed: bool = False) -> None:
         """Plans for a micro-batch and starts to watch it; hosts pair it with `end_step`.
 
         Args:

@@ -31,8 +31,11 @@ def format_session_report(
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"policy {policy.name}", *(line.rstrip() for line in lines), _last(last_step)])
+    padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]
+    lines = ["  ".join(row) for row in padded]
+    return "\n".join(
+        [f"policy {policy.name}", *(line.rstrip() for line in lines), _last(last_step)]
+    )
 
 
 def _last(step: StepRecord | None) -> str:

@@ -72,9 +72,9 @@ class ModuleState:
             if version_of(parameter) != version:
                 return f"parameter of shape {tuple(parameter.shape)}"
         for state in self.buffers:
-            if state.clone is None and state.tensor is not None:
-                if version_of(state.tensor) != state.version:
-                    return f"buffer {state.name!r}"
+            tensor = state.tensor
+            if state.clone is None and tensor is not None and version_of(tensor) != state.version:
+                return f"buffer {state.name!r}"
         return None
 
     def restore(self) -> None:

@@ -67,9 +67,7 @@ def _mapped_tuple(
     return value  # torch.Size and the like hold no tensors; their constructors are unknown
 
 
-def _mapped_mapping(
-    fn: Callable[[Any], Nested], value: Mapping[Any, Nested], leaf: type
-) -> Nested:
+def _mapped_mapping(fn: Callable[[Any], Nested], value: Mapping[Any, Nested], leaf: type) -> Nested:
     items = {key: _map(fn, item, leaf) for key, item in value.items()}
     if type(value) is dict:
         return items

@@ -17,18 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rematic.activations.nested import iter_leaves
 from rematic.memory import is_out_of_memory, requested_bytes
 
-# In-place ops that allocate, if at all, before they write: TensorIterator makes its casts first.
+# In-place ops that allocate, if at all, before they write: TensorIterator makes its casts first,
+# and the fused optimizers make one pass over tensors that exist already.
 _RETRYABLE_IN_PLACE = frozenset(
-    f"aten::{name}_"
-    for name in (
-        "abs add addcdiv addcmul addmm baddbmm bernoulli bitwise_and bitwise_or clamp clamp_max "
-        "clamp_min copy cos cumsum div eq erf exp exponential fill floor ge gt "
-        "hardtanh index_put _index_put_impl le leaky_relu lerp log logical_and lt masked_fill "
-        "mul neg normal pow random reciprocal relu resize round rsqrt scatter scatter_add "
-        "sigmoid sign silu sin sqrt sub tanh tril triu uniform zero "
-        # one fused pass over tensors that exist already
-        "_fused_adam _fused_adamw _fused_sgd _fused_adagrad"
-    ).split()
+    """
+    aten::abs_ aten::add_ aten::addcdiv_ aten::addcmul_ aten::addmm_ aten::baddbmm_
+    aten::bernoulli_ aten::bitwise_and_ aten::bitwise_or_ aten::clamp_ aten::clamp_max_
+    aten::clamp_min_ aten::copy_ aten::cos_ aten::cumsum_ aten::div_ aten::eq_ aten::erf_
+    aten::exp_ aten::exponential_ aten::fill_ aten::floor_ aten::ge_ aten::gt_ aten::hardtanh_
+    aten::index_put_ aten::_index_put_impl_ aten::le_ aten::leaky_relu_ aten::lerp_ aten::log_
+    aten::logical_and_ aten::lt_ aten::masked_fill_ aten::mul_ aten::neg_ aten::normal_
+    aten::pow_ aten::random_ aten::reciprocal_ aten::relu_ aten::resize_ aten::round_
+    aten::rsqrt_ aten::scatter_ aten::scatter_add_ aten::sigmoid_ aten::sign_ aten::silu_
+    aten::sin_ aten::sqrt_ aten::sub_ aten::tanh_ aten::tril_ aten::triu_ aten::uniform_
+    aten::zero_ aten::_fused_adam_ aten::_fused_adamw_ aten::_fused_sgd_ aten::_fused_adagrad_
+    """.split()  # noqa: SIM905 - one string is easier to read and to keep in order than 50
 )
 _BATCH_NORM_WORD = "batch_norm"
 """Ops with this in their name change running statistics although their schema does not say so."""
@@ -75,9 +78,13 @@ class OpRetry(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs one op. (`Any`: the dispatcher passes whatever the op takes.)"""
+        """Runs one op; `Any`, since the dispatcher passes whatever the op takes."""
         kwargs = kwargs or {}
         traits = self._traits.get(func) or self._learn(func)
         before: _Before | None = None
@@ -122,9 +129,7 @@ class _Before:
     before it allocates its scale.)
     """
 
-    def __init__(
-        self, traits: _OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, traits: _OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._generators = [
             (generator, generator.get_state())
             for generator in (_generators(args, kwargs) if traits.random else ())

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from rematic.activations import torch_private
 from rematic.activations.ambient import capture_ambient

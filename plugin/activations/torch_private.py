@@ -34,7 +34,7 @@ def has_outer_saved_tensor_hooks() -> bool:
 
 
 def sdpa_priority_order() -> list[int] | None:
-    """Returns the order in which attention kernels are tried, None where torch has no such order."""
+    """Returns the order in which attention kernels are tried, None where torch has none."""
     get = getattr(torch._C, "_get_sdp_priority_order", None)
     return None if get is None else list(get())
 

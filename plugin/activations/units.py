@@ -38,7 +38,9 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mo
     modules = {name: module for name, module in model.named_modules() if name}
     classes = {name: type(module).__name__ for name, module in modules.items()}
     chosen = {name for pattern in patterns for name in match_names(pattern, classes)}
-    return [(name, modules[name]) for name in modules if name in chosen and _outermost(name, chosen)]
+    return [
+        (name, modules[name]) for name in modules if name in chosen and _outermost(name, chosen)
+    ]
 
 
 def _outermost(name: str, chosen: set[str]) -> bool:

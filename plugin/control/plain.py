@@ -46,9 +46,7 @@ def history_from_plain(plain: Mapping[str, Any]) -> History:
     """Returns the history that `history_to_plain` wrote."""
     return History(
         entries=tuple(
-            HistoryEntry(
-                policy=policy_from_plain(e["policy"]), step=e["step"], reason=e["reason"]
-            )
+            HistoryEntry(policy=policy_from_plain(e["policy"]), step=e["step"], reason=e["reason"])
             for e in plain["entries"]
         ),
         pinned=plain["pinned"],

@@ -28,7 +28,7 @@ class Costs:
     """The same in backward, beyond the gradients that have appeared."""
 
     margin_bytes: int = 0
-    """Bytes by which reality exceeded the plan when it last had to be corrected."""
+    """Bytes by which plans fell short lately; they stay free on top of the reserve."""
 
     def kept_curve(self, unit_class: str) -> Curve:
         """Returns what is known of a class of units."""
@@ -141,8 +141,8 @@ class StepOutcome:
     backward_transient_bytes: int | None
     """Highest working set in backward; None if the step was not watched."""
 
-    corrected_bytes: int
-    """Bytes that had to be evicted during the step against the plan."""
+    missing_bytes: int
+    """Bytes by which a plan made from measured costs fell short, made up for by evicting."""
 
 
 def learn(costs: Costs, outcome: StepOutcome) -> Costs:
@@ -155,8 +155,8 @@ def learn(costs: Costs, outcome: StepOutcome) -> Costs:
         forward = forward.updated(outcome.tokens, outcome.forward_transient_bytes)
     if outcome.backward_transient_bytes is not None:
         backward = backward.updated(outcome.tokens, outcome.backward_transient_bytes)
-    # A correction raises the margin at once; without one it fades.
-    margin = max(outcome.corrected_bytes, costs.margin_bytes * 15 // 16)
+    # A shortfall raises the margin at once; without one it fades.
+    margin = max(outcome.missing_bytes, costs.margin_bytes * 7 // 8)
     return replace(
         costs,
         kept=tuple(kept.items()),
