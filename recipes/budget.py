@@ -9,11 +9,9 @@ from typing import Literal
 from rematic.byte_sizes import parse_bytes
 from rematic.recipes.field_checks import spelled
 
-_EXPECTED = (
-    "expected a size such as 20GiB or a whole number of bytes, a fraction of the device above 0"
-    " and at most 1 such as 0.9 or 90%, or auto"
-)
-_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
+_NO_SIZE = "a fraction of the device above 0 and at most 1, such as 0.9 or 90%, or auto"
+_EXPECTED = f"expected a size such as 20GiB, a whole number of bytes, {_NO_SIZE}"
+_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
 _WITH_FRACTION = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=e))(e[-+]?[0-9]+)?")
 
@@ -44,11 +42,12 @@ class Budget:
 
     def __str__(self) -> str:
         """The budget as `parse_budget` reads it, exactly."""
-        if isinstance(self.value, int):
-            for power, unit in _UNITS:
-                if self.value % 2**power == 0:
-                    return f"{self.value // 2**power}{unit}"
-        return "auto" if self.value is None else str(self.value)
+        if self.value is None:
+            return "auto"
+        if isinstance(self.value, float):
+            return str(self.value)
+        power, unit = next(one for one in _UNITS if self.value % 2 ** one[0] == 0)
+        return f"{self.value // 2**power}{unit}"
 
 
 def parse_budget(written: int | float | str) -> Budget:
@@ -93,6 +92,4 @@ def _absolute(written: int | str) -> Budget:
     try:
         return Budget(kind="absolute", value=parse_bytes(written))
     except ValueError as error:
-        raise ValueError(
-            f"budget {spelled(written)} cannot be read ({error}); {_EXPECTED}"
-        ) from error
+        raise ValueError(f"budget {spelled(written)}: {error}; or {_NO_SIZE}") from error

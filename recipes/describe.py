@@ -38,8 +38,7 @@ def format_recipe(recipe: Recipe, *, origins: Mapping[str, Origin] | None = None
 
 def _plain(value: object) -> object:
     if isinstance(value, Budget):
-        text = str(value)
-        return value.value if value.kind == "fraction" or text.isdigit() else text
+        return value.value if value.kind == "fraction" else str(value)
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: _plain(getattr(value, field.name)) for field in fields}
@@ -79,6 +78,6 @@ def _scalar(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
-_PLAIN_TEXT = re.compile(r"[A-Za-z_](?:[A-Za-z0-9_./ -]*[A-Za-z0-9_./-])?|[0-9]+[KMGT]iB")
+_PLAIN_TEXT = re.compile(r"[A-Za-z_](?:[A-Za-z0-9_./ -]*[A-Za-z0-9_./-])?|[0-9]+(?:[KMGT]i)?B")
 _WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 """Text that some version of YAML takes for a value of another type."""

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 
 from rematic.recipes.budget import Budget, parse_budget
 
-_EXPECTED = (
-    "expected a size such as 20GiB or a whole number of bytes, a fraction of the device above 0 and"
-    " at most 1 such as 0.9 or 90%, or auto"
-)
+_NO_SIZE = "a fraction of the device above 0 and at most 1, such as 0.9 or 90%, or auto"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +20,7 @@ _EXPECTED = (
         ("20GB", "absolute", 20 * 10**9),
         (2, "absolute", 2),
         ("1234", "absolute", 1234),
+        ("1 B", "absolute", 1),
         (0.9, "fraction", 0.9),
         (1.0, "fraction", 1.0),
         ("0.9", "fraction", 0.9),
@@ -50,19 +48,20 @@ def test_what_a_person_writes(written: int | float | str, kind: str, value: floa
         ("0%", "budget 0% is not a fraction of a device; "),
         (True, "budget is true; "),
         (None, "budget is null; "),
-        ("Auto", "budget 'Auto' cannot be read ("),
-        ("", "budget '' cannot be read ("),
-        ("-3GiB", "budget '-3GiB' cannot be read ("),
-        ("5 bananas", "budget '5 bananas' cannot be read ("),
-        ("x%", "budget 'x%' cannot be read ("),
-        (0, "budget 0 cannot be read ("),
-        (-5, "budget -5 cannot be read ("),
+        ("Auto", "budget 'Auto': not a byte size: 'Auto'; "),
+        ("", "budget '': not a byte size: ''; "),
+        ("-3GiB", "budget '-3GiB': not a byte size: '-3GiB'; "),
+        ("5 bananas", "budget '5 bananas': unknown unit 'bananas' in the byte size '5 bananas'; "),
+        ("20G", "budget '20G': unknown unit 'G' in the byte size '20G'; write '20GiB' (powers of"),
+        ("x%", "budget 'x%': not a byte size: 'x%'; "),
+        (0, "budget 0: not a usable byte size: 0 is 0 bytes; "),
+        (-5, "budget -5: not a usable byte size: -5 is -5 bytes; "),
     ],
 )
 def test_what_is_no_budget(written: object, start: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(start)}") as caught:
         parse_budget(written)  # type: ignore[arg-type]
-    assert str(caught.value).endswith(_EXPECTED)
+    assert str(caught.value).endswith(_NO_SIZE)
 
 
 @pytest.mark.parametrize("written", [1, "1", " 1 "])
@@ -96,7 +95,7 @@ def test_a_budget_whose_kind_and_value_disagree(kind: str, value: float | None) 
 
 
 @given(
-    st.builds(Budget, kind=st.just("absolute"), value=st.integers(2, 2**50))
+    st.builds(Budget, kind=st.just("absolute"), value=st.integers(1, 2**60))
     | st.builds(Budget, kind=st.just("fraction"), value=st.floats(1e-300, 1.0))
     | st.just(Budget())
 )
