@@ -95,9 +95,10 @@ class OpenStep:
                 (classes[name], num_bytes)
                 for name, num_bytes in sorted(self.meter.kept.items(), key=lambda kv: kv[1])
             ),
-            forward_transient_bytes=self.meter.forward_transient_bytes,
-            backward_transient_bytes=self.meter.backward_transient_bytes,
-            # a watched step has measured what it needs: its plan was a guess, not a wrong prediction
+            unit_transient_bytes=self.meter.transient_bytes("unit"),
+            head_transient_bytes=self.meter.transient_bytes("head"),
+            backward_transient_bytes=self.meter.transient_bytes("backward"),
+            # the plan of a watched step was a guess, and what it needs has now been measured
             missing_bytes=0 if self.decision.watched else self._missing_bytes,
         )
 
@@ -134,7 +135,7 @@ class OpenStep:
         limit = self.decision.limit_bytes
         if in_use is None or limit is None:
             return
-        excess = in_use + self.decision.later_kept_bytes[record.position] - limit
+        excess = in_use + self.decision.needed_after_bytes[record.position] - limit
         if excess <= 0:
             return
         eviction = self._engine.ledger.evict(excess)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 from rematic.activations.ledger import Ledger
 from rematic.activations.record import Record
+from rematic.activations.unit import is_recording
+
+Phase: TypeAlias = Literal["unit", "head", "backward"]
+"""Inside a unit's forward, outside the units, in backward."""
 
 
 class StepMeter:
@@ -37,18 +42,15 @@ class StepMeter:
         """Highest reading of the step."""
         self.kept: dict[str, int] = {}
         """Bytes that the records of each unit held when its forward ended, by name of unit."""
-        self._forward_transient = 0
-        self._backward_transient = 0
+        self._transients: dict[Phase, int] = {}
 
-    @property
-    def forward_transient_bytes(self) -> int | None:
-        """Working set of forward and loss; None if unwatched."""
-        return self._forward_transient if self._is_known() else None
+    def transient_bytes(self, phase: Phase) -> int | None:
+        """Returns the working set of a phase; None if unwatched or the phase never came.
 
-    @property
-    def backward_transient_bytes(self) -> int | None:
-        """Working set of backward; None if unwatched or backward never came to a unit."""
-        return self._backward_transient if self._is_known() and self._in_backward else None
+        That is the highest reading less what was in use before the step, what the records hold
+        that are not at work, and the gradients that have appeared.
+        """
+        return self._transients.get(phase)
 
     def at_unit_end(self, record: Record) -> int | None:
         """Reads memory when a unit's forward has ended; returns the bytes in use."""
@@ -83,12 +85,9 @@ class StepMeter:
             self.peak_bytes = allocated
         if self._watched and self.before_bytes is not None:
             beside = self.before_bytes + self._resident_bytes + self._gradients_since
-            transient = allocated - beside
-            if self._in_backward:
-                self._backward_transient = max(self._backward_transient, transient)
-            else:
-                self._forward_transient = max(self._forward_transient, transient)
+            phase: Phase = "backward" if self._in_backward else "head"
+            if phase == "head" and is_recording():
+                phase = "unit"
+            transient = max(0, allocated - beside)
+            self._transients[phase] = max(self._transients.get(phase, 0), transient)
         return allocated
-
-    def _is_known(self) -> bool:
-        return self._watched and self.before_bytes is not None

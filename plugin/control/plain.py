@@ -15,7 +15,8 @@ def costs_to_plain(costs: Costs) -> dict[str, Any]:
     """Returns learned costs as dictionaries, lists and numbers."""
     return {
         "kept": {name: _points(curve) for name, curve in costs.kept},
-        "forward_transient": _points(costs.forward_transient),
+        "unit_transient": _points(costs.unit_transient),
+        "head_transient": _points(costs.head_transient),
         "backward_transient": _points(costs.backward_transient),
         "margin_bytes": costs.margin_bytes,
     }
@@ -25,7 +26,8 @@ def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
     """Returns the costs that `costs_to_plain` wrote."""
     return Costs(
         kept=tuple((name, _curve(points)) for name, points in plain["kept"].items()),
-        forward_transient=_curve(plain["forward_transient"]),
+        unit_transient=_curve(plain["unit_transient"]),
+        head_transient=_curve(plain["head_transient"]),
         backward_transient=_curve(plain["backward_transient"]),
         margin_bytes=plain["margin_bytes"],
     )

@@ -5,6 +5,7 @@ Pure: it takes frozen values and returns frozen values (contract 10).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rematic.control.curve import Curve
@@ -21,11 +22,16 @@ class Costs:
     kept: tuple[tuple[str, Curve], ...] = ()
     """Bytes that one kept unit holds at the end of its forward, by class of unit."""
 
-    forward_transient: Curve = field(default_factory=Curve)
-    """Highest bytes in forward and loss beyond what was there before and what units keep."""
+    unit_transient: Curve = field(default_factory=Curve)
+    """Highest bytes inside a unit's forward beyond what was there before the step and what the
+    units before it keep."""
+
+    head_transient: Curve = field(default_factory=Curve)
+    """The same outside the units: embedding, head and loss, with what every unit keeps."""
 
     backward_transient: Curve = field(default_factory=Curve)
-    """The same in backward, beyond the gradients that have appeared."""
+    """The same in backward, beyond the gradients that have appeared and what the units before the
+    one at work keep."""
 
     margin_bytes: int = 0
     """Bytes by which plans fell short lately; they stay free on top of the reserve."""
@@ -34,11 +40,38 @@ class Costs:
         """Returns what is known of a class of units."""
         return dict(self.kept).get(unit_class, Curve())
 
-    def transient_bytes(self, tokens: int) -> int | None:
-        """Returns the working set beside kept units, None before the first watched step."""
-        forward = self.forward_transient.at(tokens)
+    def working_set(self, tokens: int) -> WorkingSet | None:
+        """Returns what a step needs beside kept units, None before the first watched one."""
+        inside = self.unit_transient.at(tokens)
+        head = self.head_transient.at(tokens)
         backward = self.backward_transient.at(tokens)
-        return None if forward is None or backward is None else max(forward, backward)
+        if inside is None or head is None or backward is None:
+            return None
+        return WorkingSet(unit_bytes=max(inside, backward), head_bytes=head, last_bytes=backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkingSet:
+    """Bytes that come and go during a step, beside what units keep."""
+
+    unit_bytes: int
+    """Forward or backward of one unit, what that unit keeps included."""
+
+    head_bytes: int
+    """Head and loss."""
+
+    last_bytes: int
+    """Backward of one unit, which the last one finds with every gradient there."""
+
+    def beside(self, kept: Sequence[int]) -> int:
+        """Returns the highest bytes while the units that keep `kept` are all there.
+
+        Memory is highest when the last unit is at work, which then does not keep yet, or when the
+        loss is reached.
+        """
+        total = sum(kept)
+        last = kept[-1] if kept else 0
+        return max(total - last + self.unit_bytes, total + self.head_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +113,8 @@ class StepDecision:
     limit_bytes: int | None
     """Budget less the reserve."""
 
-    later_kept_bytes: tuple[int, ...]
-    """For each unit, what the units after it will keep, plus the working set."""
+    needed_after_bytes: tuple[int, ...]
+    """For each unit, what the step still needs when its forward has ended."""
 
     armed: bool
     """Whether the retry at the op is in force."""
@@ -96,21 +129,32 @@ class StepDecision:
 def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
     """Decides which units start in memory: the last ones, as many as the budget allows.
 
-    Memory is highest either when the loss is reached, with everything kept still there, or when
-    backward ends, with every gradient there: max(in use + kept + working set, in use + gradients +
-    working set). Between the two it is linear in the units done, so it is no higher.
+    Memory is highest when the last unit is at work, when the loss is reached, or when backward
+    ends with every gradient there. In between it is linear in the units done, so it is no higher.
     """
     limit = _limit_bytes(request)
-    transient = costs.transient_bytes(request.tokens)
+    working = costs.working_set(request.tokens)
     sizes = [costs.kept_curve(name).at(request.tokens) for name in request.unit_classes]
-    actions = _fixed(request.actions)
-    reason = "every unit's action is given by the policy"
-    if None in request.actions:
-        chosen, reason = _choose(costs, request, limit, transient, sizes)
-        actions = [a if a is not None else c for a, c in zip(request.actions, chosen, strict=True)]
+    chosen: list[Action] = [Recompute() for _ in request.actions]
+    if limit is None:
+        reason = "memory in use or the budget is unknown: the heaviest lossless policy"
+    elif working is None:
+        reason = "nothing measured yet: the heaviest lossless policy"
+    else:
+        free = limit - (request.in_use_bytes or 0) - costs.margin_bytes
+        chosen = _choose(request, working, sizes, free)
+        num_kept = sum(isinstance(action, Keep) for action in chosen)
+        reason = (
+            f"{num_kept} of {len(chosen)} units fit into {free:,} bytes (limit {limit:,}, in use "
+            f"{request.in_use_bytes:,}, margin {costs.margin_bytes:,}) beside a unit at work "
+            f"({working.unit_bytes:,}) and the head ({working.head_bytes:,})"
+        )
+    if None not in request.actions:
+        reason = "every unit's action is given by the policy"
+    actions = [a if a is not None else c for a, c in zip(request.actions, chosen, strict=True)]
     plan = Plan(actions=tuple(actions))
-    peak = _predicted_peak(request, plan, sizes, transient)
-    known = costs.forward_transient.covers(request.tokens)
+    peak = _predicted_peak(request, plan, sizes, working)
+    known = costs.head_transient.covers(request.tokens)
     risky = limit is not None and (
         peak is None or not known or peak > RISKY_SHARE * (request.budget_bytes or 0)
     )
@@ -118,7 +162,7 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
         plan=plan,
         predicted_peak_bytes=peak,
         limit_bytes=limit,
-        later_kept_bytes=_needed_after(plan, sizes, transient or 0),
+        needed_after_bytes=_needed_after(plan, sizes, working),
         armed=risky,
         watched=limit is not None and not known,
         reason=reason,
@@ -135,8 +179,11 @@ class StepOutcome:
     kept_bytes: tuple[tuple[str, int], ...]
     """(class, bytes held at the end of forward) of the units that were held and measured."""
 
-    forward_transient_bytes: int | None
-    """Highest working set in forward and loss; None if the step was not watched."""
+    unit_transient_bytes: int | None
+    """Highest working set inside a unit's forward; None if the step was not watched."""
+
+    head_transient_bytes: int | None
+    """Highest working set of embedding, head and loss; None if the step was not watched."""
 
     backward_transient_bytes: int | None
     """Highest working set in backward; None if the step was not watched."""
@@ -150,18 +197,17 @@ def learn(costs: Costs, outcome: StepOutcome) -> Costs:
     kept = dict(costs.kept)
     for name, num_bytes in outcome.kept_bytes:
         kept[name] = kept.get(name, Curve()).updated(outcome.tokens, num_bytes)
-    forward, backward = costs.forward_transient, costs.backward_transient
-    if outcome.forward_transient_bytes is not None:
-        forward = forward.updated(outcome.tokens, outcome.forward_transient_bytes)
-    if outcome.backward_transient_bytes is not None:
-        backward = backward.updated(outcome.tokens, outcome.backward_transient_bytes)
+    tokens = outcome.tokens
     # A shortfall raises the margin at once; without one it fades.
     margin = max(outcome.missing_bytes, costs.margin_bytes * 7 // 8)
     return replace(
         costs,
         kept=tuple(kept.items()),
-        forward_transient=forward,
-        backward_transient=backward,
+        unit_transient=_updated(costs.unit_transient, tokens, outcome.unit_transient_bytes),
+        head_transient=_updated(costs.head_transient, tokens, outcome.head_transient_bytes),
+        backward_transient=_updated(
+            costs.backward_transient, tokens, outcome.backward_transient_bytes
+        ),
         margin_bytes=margin,
     )
 
@@ -172,68 +218,53 @@ def _limit_bytes(request: StepRequest) -> int | None:
     return int(request.budget_bytes * (1 - request.reserve))
 
 
-def _fixed(actions: tuple[Action | None, ...]) -> list[Action]:
-    return [action if action is not None else Recompute() for action in actions]
+def _updated(curve: Curve, tokens: int, num_bytes: int | None) -> Curve:
+    return curve if num_bytes is None else curve.updated(tokens, num_bytes)
 
 
 def _choose(
-    costs: Costs,
-    request: StepRequest,
-    limit: int | None,
-    transient: int | None,
-    sizes: list[int | None],
-) -> tuple[list[Action], str]:
-    heaviest: list[Action] = [Recompute() for _ in request.actions]
-    if limit is None:
-        return heaviest, "memory in use or the budget is unknown: the heaviest lossless policy"
-    if transient is None:
-        return heaviest, "nothing measured yet: the heaviest lossless policy"
-    free = limit - (request.in_use_bytes or 0) - transient - costs.margin_bytes
-    left = free - _kept_by_policy(request, sizes)
-    chosen = heaviest
+    request: StepRequest, working: WorkingSet, sizes: list[int | None], free_bytes: int
+) -> list[Action]:
+    """Keeps units from the last one on while everything kept fits into `free_bytes`."""
+    chosen: list[Action] = [Recompute() for _ in request.actions]
     for i in reversed(range(len(chosen))):
         if request.actions[i] is not None:
             continue
-        size = sizes[i]
-        if size is None or size > left:
+        tried = [*chosen[:i], Keep(), *chosen[i + 1 :]]
+        actions = [a if a is not None else c for a, c in zip(request.actions, tried, strict=True)]
+        kept = _kept(actions, sizes)
+        if kept is None or working.beside(kept) > free_bytes:
             break
-        left -= size
-        chosen[i] = Keep()
-    num_kept = sum(isinstance(action, Keep) for action in chosen)
-    reason = (
-        f"{num_kept} of {len(chosen)} units fit: {free:,} bytes are free beside the working set "
-        f"of {transient:,} bytes (limit {limit:,}, in use {request.in_use_bytes:,}, "
-        f"margin {costs.margin_bytes:,})"
-    )
-    return chosen, reason
+        chosen = tried
+    return chosen
 
 
-def _kept_by_policy(request: StepRequest, sizes: list[int | None]) -> int:
-    return sum(
-        size or 0
-        for action, size in zip(request.actions, sizes, strict=True)
-        if isinstance(action, Keep)
-    )
+def _kept(actions: Sequence[Action], sizes: Sequence[int | None]) -> list[int] | None:
+    """Returns what each unit keeps, 0 where it does not, None if that is not known of all."""
+    kept = [
+        size if isinstance(action, Keep) else 0 for action, size in zip(actions, sizes, strict=True)
+    ]
+    return None if None in kept else [size for size in kept if size is not None]
 
 
 def _predicted_peak(
-    request: StepRequest, plan: Plan, sizes: list[int | None], transient: int | None
+    request: StepRequest, plan: Plan, sizes: list[int | None], working: WorkingSet | None
 ) -> int | None:
-    if transient is None or request.in_use_bytes is None:
+    kept = _kept(plan.actions, sizes)
+    if working is None or kept is None or request.in_use_bytes is None:
         return None
-    kept = 0
-    for action, size in zip(plan.actions, sizes, strict=True):
-        if isinstance(action, Keep):
-            if size is None:
-                return None
-            kept += size
-    return request.in_use_bytes + transient + max(kept, request.pending_gradient_bytes)
+    at_the_end = request.pending_gradient_bytes + working.last_bytes
+    return request.in_use_bytes + max(working.beside(kept), at_the_end)
 
 
-def _needed_after(plan: Plan, sizes: list[int | None], transient: int) -> tuple[int, ...]:
-    needed, later = [], transient
-    for action, size in zip(reversed(plan.actions), reversed(sizes), strict=True):
-        needed.append(later)
-        if isinstance(action, Keep):
-            later += size or 0
-    return tuple(reversed(needed))
+def _needed_after(
+    plan: Plan, sizes: list[int | None], working: WorkingSet | None
+) -> tuple[int, ...]:
+    if working is None:
+        return (0,) * len(plan.actions)
+    kept = _kept(plan.actions, [size or 0 for size in sizes])
+    assert kept is not None, "no size is unknown here"
+    needed = [working.beside(kept[i + 1 :]) for i in range(len(kept))]
+    # after the last unit comes the head, and then its own backward, which finds what it kept
+    needed[-1] = max(working.head_bytes, working.unit_bytes - kept[-1])
+    return tuple(needed)
