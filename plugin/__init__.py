@@ -4,26 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rematic.activations import ReplayError as ReplayError
-from rematic.activations import replaying as replaying
-from rematic.attachment import attach as attach
-from rematic.batch_shape import BatchShape as BatchShape
-from rematic.policy import Policy as Policy
-from rematic.policy import Rule as Rule
-from rematic.session import Session as Session
 from rematic.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from rematic.activations import ReplayError as ReplayError
+    from rematic.activations import replaying as replaying
+    from rematic.attachment import attach as attach
+    from rematic.batch_shape import BatchShape as BatchShape
     from rematic.hosts.lightning import RecomputeStrategy as RecomputeStrategy
+    from rematic.policy import Policy as Policy
+    from rematic.policy import Rule as Rule
+    from rematic.session import Session as Session
 
-_LAZY = {"RecomputeStrategy": "rematic.hosts.lightning"}
+# Loaded on first use: recipes and the command read YAML without waiting for torch, and the core
+# works without Lightning.
+_HOMES = {
+    "BatchShape": "rematic.batch_shape",
+    "Policy": "rematic.policy",
+    "RecomputeStrategy": "rematic.hosts.lightning",
+    "ReplayError": "rematic.activations",
+    "Rule": "rematic.policy",
+    "Session": "rematic.session",
+    "attach": "rematic.attachment",
+    "replaying": "rematic.activations",
+}
 
 
 def __getattr__(name: str) -> object:
-    """Loads host classes on first use, so that the core imports without their packages."""
-    if name not in _LAZY:
+    """Loads a public name from its home."""
+    if name not in _HOMES:
         raise AttributeError(f"module 'rematic' has no attribute {name!r}")
     from importlib import import_module
 
-    host: object = getattr(import_module(_LAZY[name]), name)
-    return host
+    value: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
