@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,8 @@ class OptimizerBoundary:
                 self._optimizer.__dict__["step"] = self._previous
 
     def _make_step(self) -> Callable[..., object]:
+        # With its marks: schedulers warn where theirs is gone, scalers read the signature.
+        @functools.wraps(getattr(self._original, "__func__", self._original))
         def step(
             _: torch.optim.Optimizer, closure: Closure | None = None, **kwargs: object
         ) -> object:
