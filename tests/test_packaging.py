@@ -208,25 +208,41 @@ def test_wheel_finds_its_own_packages_and_recipes(elsewhere: Path, tmp_path: Pat
     assert {"tiny-cpu", "tiny-cpu-full"} <= set(recipes.split())
 
 
-def test_import_loads_no_host() -> None:
+def test_core_loads_no_host() -> None:
     hosts = {"accelerate", "bitsandbytes", "lightning", "psutil", "rich", "transformers"}
     code = f"""
         import sys
-        import rematic
+        from rematic import Session, attach
         print(*sorted({hosts!r} & set(sys.modules)))
     """
     assert run_python(code).split() == []
 
 
 @pytest.mark.parametrize("room", ["cli", "control", "journal", "policy", "recipes"])
-def test_room_itself_needs_no_torch(room: str) -> None:
-    """The package around the room is not run here: it re-exports the session, which needs torch."""
+def test_import_of_a_room_without_torch_loads_no_torch(room: str) -> None:
     code = f"""
-        import importlib.util, sys
-        spec = importlib.util.find_spec("rematic")
-        sys.modules["rematic"] = importlib.util.module_from_spec(spec)
+        import sys
         import rematic.{room}
         print(*sorted({{"lightning", "torch", "transformers"}} & set(sys.modules)))
+    """
+    assert run_python(code).split() == []
+
+
+def test_public_names_are_those_that_type_checkers_see() -> None:
+    """The root loads names on first use, so it states them twice."""
+    tree = ast.parse((FOLDERS["rematic"] / "__init__.py").read_text("utf-8"))
+    checked = {
+        alias.name: found.module
+        for found in ast.walk(tree)
+        if isinstance(found, ast.ImportFrom) and found.module and found.module.startswith("rematic")
+        for alias in found.names
+    }
+    code = f"""
+        import importlib, rematic
+        names = {checked!r}
+        print(*(names.keys() ^ (rematic._HOMES.keys() | {{"__version__"}})))
+        for name, home in names.items():
+            assert getattr(rematic, name) is getattr(importlib.import_module(home), name), name
     """
     assert run_python(code).split() == []
 
@@ -254,8 +270,8 @@ def test_import_has_no_side_effects() -> None:
             }
 
         before = state()
-        import rematic, rematic.activations, rematic.control, rematic.journal, rematic.memory
-        import rematic.recipes
+        import rematic.control, rematic.journal, rematic.memory, rematic.recipes
+        from rematic import Session, attach
         after = state()
         print(*[name for name in before if before[name] != after[name]], sep="\\n")
     """
