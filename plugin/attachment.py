@@ -12,10 +12,11 @@ from torch import nn
 from rematic.activations import Engine
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
-from rematic.memory import Probe
+from rematic.memory import Probe, make_probe, process_overhead_bytes
 from rematic.policy import Policy, Rule, action_named, policy_named
 from rematic.recipes import Recipe, load_recipe, parse_budget
 from rematic.session import Journal, Session, SessionSettings
+from rematic.training_tensors import existing_bytes
 
 
 def attach(
@@ -52,7 +53,11 @@ def attach(
     chosen = _recipe(recipe)
     optimizers = _optimizers(optimizer)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    reader = _probe(chosen, probe, device, [model, *optimizers])
+    reader = make_probe(
+        chosen.memory.probe if probe is None else probe,
+        device=device,
+        overhead_bytes=process_overhead_bytes(existing_bytes(model, optimizers)),
+    )
     budget_bytes = resolve_budget(
         chosen.memory.budget if budget is None else parse_budget(budget),
         snapshot=reader.snapshot(),

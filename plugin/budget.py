@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from rematic.byte_sizes import format_bytes
-from rematic.gradients import tensor_bytes
 from rematic.memory import MemorySnapshot
 from rematic.recipes import Budget
+from rematic.training_tensors import tensor_bytes
 
 AUTO_SHARE = 0.95
 """Share of the device's capacity that `auto` means."""

@@ -57,14 +57,14 @@ class OpenStep:
         """Whether the retry at the op is in force."""
         self._mode = OpRetry(self.relieve, after_op=after_op) if self.armed else None
         if self._mode is not None:
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call] # torch 2.13
 
     def close(self) -> None:
         """Stops watching; the plan stays in force until the next step."""
         self._engine.ledger.after_forward = None
         self._engine.ledger.at_backward = None
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch 2.13
             self._mode = None
 
     def relieve(self, num_bytes: int, where: str) -> int:

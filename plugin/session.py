@@ -14,13 +14,13 @@ from rematic import control
 from rematic.activations import Engine, OpRetry
 from rematic.batch_shape import BatchShape
 from rematic.control import Costs, History, HistoryEntry, StepRequest
-from rematic.gradients import gradient_bytes, pending_gradient_bytes
 from rematic.memory import Probe, is_out_of_memory
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary
 from rematic.policy import LADDER, Plan, Policy, Recompute, policy_named, resolve
 from rematic.session_report import format_session_report
 from rematic.step_record import StepRecord
+from rematic.training_tensors import gradient_bytes, pending_gradient_bytes
 
 B = TypeVar("B")
 T = TypeVar("T")

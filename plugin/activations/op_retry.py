@@ -52,7 +52,7 @@ class _OpTraits:
         return self.random or self.updates_statistics
 
 
-class OpRetry(TorchDispatchMode):
+class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 leaves it untyped
     """Runs an aten op again after evicting, when it ran out of memory.
 
     Args:
@@ -65,9 +65,9 @@ class OpRetry(TorchDispatchMode):
         self,
         relieve: Callable[[int, str], int],
         *,
-        after_op: Callable[[], None] | None = None,
+        after_op: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._relieve = relieve
         self._after_op = after_op
         self._traits: dict[Any, _OpTraits] = {}

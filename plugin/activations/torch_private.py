@@ -15,7 +15,8 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     every empty, meta and fake tensor.
     """
     try:
-        return tensor.untyped_storage()._cdata
+        key: int = tensor.untyped_storage()._cdata
+        return key
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
 

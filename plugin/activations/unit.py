@@ -52,10 +52,11 @@ class Unit:
         self.pinned: str | None = None
         """Why this unit's records are never evicted, None if they can be."""
         self._module = weakref.ref(module)
-        self._mutable_buffers: frozenset[str] | None = None
+        self._mutable: dict[bool, frozenset[str]] = {}
+        # (names of the tensors that forward changes, by whether the module was training)
         self._notes: set[str] = set()
         self._forward = UnitForward(self, module)
-        module.forward = self._forward  # type: ignore[method-assign]
+        module.forward = self._forward
 
     @property
     def module(self) -> nn.Module:
@@ -179,8 +180,7 @@ class UnitForward:
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the module's own `forward`, without `self`."""
-        module = self._module()
-        return inspect.signature(self._previous or types.MethodType(type(module).forward, module))
+        return inspect.signature(self._previous or self._bound())
 
     def remove(self) -> None:
         """Takes itself from the instance, or goes silent if somebody wrapped it meanwhile."""
@@ -201,10 +201,13 @@ class UnitForward:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Calls what `forward` was before."""
-        if self._previous is not None:
-            return self._previous(*args, **kwargs)
+        forward = self._bound() if self._previous is None else self._previous
+        return forward(*args, **kwargs)
+
+    def _bound(self) -> Callable[..., Any]:
         module = self._module()
-        return type(module).forward(module, *args, **kwargs)  # type: ignore[arg-type]
+        assert module is not None, "forward is only called through its module"
+        return types.MethodType(type(module).forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the unit under its record, or plainly where nothing will be saved or replayed."""

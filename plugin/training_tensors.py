@@ -1,0 +1,41 @@
+"""The tensors of a training: parameters, buffers, gradients, optimizer state; and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+
+def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of the gradients that exist."""
+    return sum(tensor_bytes(p.grad) for p in parameters if p.grad is not None)
+
+
+def pending_gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of the gradients that backward has yet to allocate."""
+    return sum(tensor_bytes(p) for p in parameters if p.requires_grad and p.grad is None)
+
+
+def existing_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Returns the bytes of every tensor of the training that exists now."""
+    return sum(tensor_bytes(tensor) for tensor in _existing(model, optimizers))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _existing(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from model.buffers()
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
