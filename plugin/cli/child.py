@@ -10,6 +10,9 @@ from types import FrameType
 
 from rematic.cli.exit_codes import SIGNAL_BASE
 
+COMMAND = (sys.executable, "-m", "rematic.cli")
+"""What runs `rematic`."""
+
 HANDED_ON = (signal.SIGINT, signal.SIGTERM)
 """Signals that are the child's to answer."""
 
@@ -23,17 +26,22 @@ def run_in_child(arguments: Sequence[str]) -> int:
     Args:
         arguments: What comes after the command's name.
     """
-    child = subprocess.Popen([sys.executable, "-m", "rematic.cli", *arguments])
+    children: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
+        if not children:
+            raise KeyboardInterrupt
+        children[0].send_signal(number)
 
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
-        code = child.wait()
+        children.append(subprocess.Popen([*COMMAND, *arguments]))
+        code = children[0].wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if code == -signal.SIGINT:  # before it could watch for it
+        raise KeyboardInterrupt
     if code >= 0:
         return code
     _report_death(-code)

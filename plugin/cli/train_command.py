@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +33,9 @@ def run_train(arguments: argparse.Namespace) -> int:
             print(json.dumps(summary.to_dict(), indent=2))
         else:
             print(format_summary(summary))
-        return DONE if summary.status != "interrupted" else SIGNAL_BASE + (stop.signal_number or 2)
+        if summary.status == "finished":
+            return DONE
+        return SIGNAL_BASE + (stop.signal_number or signal.SIGINT)
 
 
 def _child_arguments(arguments: argparse.Namespace) -> Sequence[str]:

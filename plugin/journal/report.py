@@ -51,7 +51,7 @@ def _plan_row(plan: PlanSummary) -> list[str]:
         str(plan.steps),
         " to ".join(map(str, sorted(lengths))),
         f"{plan.tokens:,}",
-        f"{plan.seconds:.1f}",
+        f"{plan.seconds:.2f}",
         _rate(plan.tokens / plan.seconds if plan.seconds else None),
         _size(plan.peak_bytes),
     ]
@@ -100,7 +100,7 @@ def _memory(summary: RunSummary) -> str:
 
 def _predictions(summary: RunSummary) -> str:
     if summary.prediction_error_median is None or summary.prediction_error_max is None:
-        return "prediction error  no step was predicted and measured"
+        return "prediction error  no step was predicted, measured and left alone"
     return (
         f"prediction error  median {summary.prediction_error_median:.2%}, "
         f"max {summary.prediction_error_max:.2%}, over {summary.predictions} steps"

@@ -81,7 +81,7 @@ class RunSummary:
     rollbacks: int
     """Policy changes taken back."""
     predictions: int
-    """Steps whose peak was predicted and measured."""
+    """Steps whose peak was predicted, measured, and not lowered by an eviction or a retry."""
     prediction_error_median: float | None
     """Median of |predicted - measured| / measured peak."""
     prediction_error_max: float | None
@@ -123,6 +123,7 @@ class _Tally:
     given_up: list[Event] = field(default_factory=list)
     kinds: dict[str, int] = field(default_factory=dict)
     checkpoint: str | None = None
+    last_loss: float | None = None
 
     def add(self, event: Event) -> None:
         kind = str(event.get("event"))
@@ -137,6 +138,8 @@ class _Tally:
             self.checkpoint = _text(event, "path")
         elif kind == "run_end":
             self.end = event
+            loss = _optional_number(event, "last_loss")
+            self.last_loss = self.last_loss if loss is None else loss
 
     def _begin(self, event: Event) -> None:
         self.start, self.end = event, {}
@@ -179,16 +182,20 @@ class _Tally:
             predictions=len(errors),
             prediction_error_median=statistics.median(errors) if errors else None,
             prediction_error_max=max(errors, default=None),
-            last_loss=_optional_number(self.end, "last_loss"),
+            last_loss=self.last_loss,
             checkpoint=self.checkpoint,
             plans=_summarize_plans(steps),
         )
 
 
 def prediction_error(step: Event) -> float | None:
-    """|predicted - measured| / measured peak of one step event; None where either is missing."""
+    """|predicted - measured| / measured peak of one step event.
+
+    None where either is missing, and where evictions or retries have lowered the peak.
+    """
     predicted, measured = _optional_count(step, "predicted_peak_bytes"), _peak(step)
-    if predicted is None or not measured:
+    corrected = any(_count(step, key) for key in ("evictions", "op_retries", "unit_retries"))
+    if predicted is None or not measured or corrected:
         return None
     return abs(predicted - measured) / measured
 

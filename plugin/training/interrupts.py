@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -43,11 +44,8 @@ class StopRequest:
         """The signal that asked to stop; None: nobody did."""
 
     def __enter__(self) -> StopRequest:
-        for number in SIGNALS:
-            try:
-                self._before[number] = signal.signal(number, self._handle)
-            except ValueError:  # not the main thread
-                break
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -58,6 +56,15 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def defer(self) -> None:
+        """Lets the first signal wait for a boundary, and takes signals back from a host.
+
+        (Lightning 2.6 answers SIGTERM itself, in the middle of an accumulation if it must.)
+        """
+        self.deferring = True
+        for number in self._before:
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()

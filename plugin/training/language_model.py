@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
+from rematic.training.loss import Batch, language_model_loss
 from rematic.training.optimization import build_optimizer, build_schedule, clip_gradients
 
 if TYPE_CHECKING:
@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from rematic.recipes import TrainingConfig
-
-Batch = Mapping[str, Tensor]
-"""`input_ids` and `labels`, each of shape (batch, seq)."""
-
-
-def language_model_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean loss of the next token; nothing else of the forward stays alive.
-
-    Args:
-        model: A causal language model of transformers.
-        batch: `input_ids` and `labels` of shape (batch, seq).
-    """
-    loss: Tensor = model(**batch, use_cache=False).loss
-    return loss
 
 
 class LanguageModel(pl.LightningModule):

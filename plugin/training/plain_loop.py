@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rematic.recipes import Recipe
-from rematic.training.language_model import Batch, language_model_loss
+from rematic.training.loss import Batch, language_model_loss
 from rematic.training.model import build_model, size_of
 from rematic.training.optimization import (
     build_optimizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -18,27 +18,16 @@ from rematic.journal import describe_plan
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rematic.step_record import StepRecord
+
+    Figures = Callable[[], StepRecord | None]
+    """Gives the step that was just finished; None before the first."""
+
 LINE_INTERVAL_SECONDS = 5.0
 """Least time between two lines where there is no terminal."""
 
 
-class StepFigures(Protocol):
-    """What the progress needs of a finished step."""
-
-    length: int
-    tokens: int
-    seconds: float
-    policy: str
-    plan: Mapping[str, int]
-    peak_bytes: int | None
-    budget_bytes: int | None
-
-
-Figures = Callable[[], StepFigures | None]
-"""Gives the step that was just finished; None before the first."""
-
-
-def describe_step(step: StepFigures) -> dict[str, str]:
+def describe_step(step: StepRecord) -> dict[str, str]:
     """A step in a few short words, by what they say."""
     rate = step.tokens / step.seconds if step.seconds else 0.0
     return {
@@ -140,6 +129,6 @@ def progress_callback(figures: Figures) -> Callback:
     return ProgressLines(figures, stream=sys.stderr)
 
 
-def _memory(step: StepFigures) -> str:
+def _memory(step: StepRecord) -> str:
     used = "unknown" if step.peak_bytes is None else format_bytes(step.peak_bytes)
     return used if step.budget_bytes is None else f"{used} of {format_bytes(step.budget_bytes)}"

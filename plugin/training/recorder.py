@@ -55,20 +55,21 @@ class RunRecorder(Callback):
         self._checkpoint_every_steps = checkpoint_every_steps
         self._optimizer_steps = 0
         self._last_loss: float | None = None
-        self._finished_batches = 0
+        self.finished_batches = 0
+        """Batches that this process has trained."""
         self._learning_rate = 0.0
 
     @property
     def is_empty(self) -> bool:
         """Whether the run is new and has trained nothing: then nothing of it is worth keeping."""
-        return not self._finished_batches and bool(self._directory.created)
+        return not self.finished_batches and bool(self._directory.created)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on a signal waits for the next optimizer step."""
         self._optimizer_steps = trainer.global_step
         self._journal.write({"event": "run_start", **self._facts()})
-        self._stop.deferring = True
+        self._stop.defer()
 
     @override
     def on_train_batch_start(
@@ -88,7 +89,7 @@ class RunRecorder(Callback):
     ) -> None:
         """Records the batch; saves and stops where that is asked for."""
         self._loader.finished += 1
-        self._finished_batches += 1
+        self.finished_batches += 1
         self._last_loss = float(trainer.callback_metrics["loss"])
         self._write_metrics(trainer)
         if trainer.global_step == self._optimizer_steps:
@@ -99,7 +100,7 @@ class RunRecorder(Callback):
             trainer.should_stop = True
         is_due = every is not None and trainer.global_step % every == 0
         if trainer.should_stop or is_due or _is_last(trainer):
-            trainer.save_checkpoint(self._directory.checkpoint)
+            self._save(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -134,6 +135,18 @@ class RunRecorder(Callback):
         }
         with open(self._directory.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        path = self._directory.checkpoint
+        trainer.save_checkpoint(path)
+        step = self._figures()
+        self._journal.write(
+            {
+                "event": "checkpoint",
+                "step": None if step is None else step.step,
+                "path": str(path),
+            }
+        )
 
     def _end(self, status: str, *, reason: str | None) -> None:
         self._journal.write(

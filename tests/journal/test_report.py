@@ -17,9 +17,9 @@ def step(number: int, **fields: object) -> dict[str, object]:
         "peak_bytes": 100 * MIB,
         "budget_bytes": 200 * MIB,
         "seconds": 2.0,
-        "evictions": 1,
-        "evicted_bytes": 3 * MIB,
-        "op_retries": 1,
+        "evictions": 0,
+        "evicted_bytes": 0,
+        "op_retries": 0,
         "unit_retries": 0,
         "replays": 4,
     }
@@ -36,7 +36,16 @@ def test_a_whole_run() -> None:
             "versions": {"rematic": "0.1.0", "torch": "2.13.0"},
         },
         step(1),
-        step(2, plan={"keep": 5, "recompute": 3}, tokens=1900, length=1900, seconds=8.0),
+        step(
+            2,
+            plan={"keep": 5, "recompute": 3},
+            tokens=1900,
+            length=1900,
+            seconds=8.0,
+            op_retries=2,
+            evictions=3,
+            evicted_bytes=6 * MIB,
+        ),
         {"event": "checkpoint", "step": 2, "path": "runs/tiny-2/last.ckpt"},
         {"event": "run_end", "status": "finished", "reason": None, "last_loss": 2.53217},
     ]
@@ -48,16 +57,16 @@ def test_a_whole_run() -> None:
         "",
         "policy   plan                 steps       length  tokens  seconds  tokens/s       peak",
         "-------  -------------------  -----  -----------  ------  -------  --------  ---------",
-        "planned  keep 8                   1          100     100      2.0        50  100.0 MiB",
-        "planned  keep 5, recompute 3      1         1900   1,900      8.0       238  100.0 MiB",
-        "all                               2  100 to 1900   2,000     10.0       200  100.0 MiB",
+        "planned  keep 8                   1          100     100     2.00        50  100.0 MiB",
+        "planned  keep 5, recompute 3      1         1900   1,900     8.00       238  100.0 MiB",
+        "all                               2  100 to 1900   2,000    10.00       200  100.0 MiB",
         "",
         "peak              100.0 MiB of 200.0 MiB (50.0%), at step 1",
-        "evictions         2 (6.0 MiB freed)",
+        "evictions         3 (6.0 MiB freed)",
         "retries           2 of one op, 0 of one unit",
         "replays           8",
         "policy changes    0, taken back 0",
-        "prediction error  median 1.00%, max 1.00%, over 2 steps",
+        "prediction error  median 1.00%, max 1.00%, over 1 steps",
         "batches lost      0",
         "tokens/s          200",
         "last loss         2.5322",
@@ -77,11 +86,11 @@ def test_says_what_is_unknown() -> None:
         "1",
         "100",
         "100",
-        "0.0",
+        "0.00",
         *["unknown"] * 2,
     ]
     assert "peak              unknown, no budget" in lines
-    assert "prediction error  no step was predicted and measured" in lines
+    assert "prediction error  no step was predicted, measured and left alone" in lines
     assert "tokens/s          unknown" in lines
 
 

@@ -87,12 +87,26 @@ def test_adds_a_run_up() -> None:
 
 def test_prediction_errors_are_over_the_measured_peak() -> None:
     summary = summarize(RUN)
-    errors = [0.01, 0.1, 111 / 210]
-    assert summary.predictions == 3
-    assert summary.prediction_error_median == pytest.approx(0.1)
-    assert summary.prediction_error_max == pytest.approx(errors[2])
-    assert prediction_error(step(1, peak_bytes=None)) is None
-    assert prediction_error(step(1, peak_bytes=0)) is None
+    assert summary.predictions == 2
+    assert summary.prediction_error_median == pytest.approx((0.01 + 111 / 210) / 2)
+    assert summary.prediction_error_max == pytest.approx(111 / 210)
+    assert prediction_error(step(1, predicted_peak_bytes=110 * MIB)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"peak_bytes": None},
+        {"peak_bytes": 0},
+        {"predicted_peak_bytes": None},
+        {"evictions": 1},
+        {"op_retries": 1},
+        {"unit_retries": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_some_steps_say_nothing_about_predictions(changes: dict[str, object]) -> None:
+    assert prediction_error(step(1, **changes)) is None
 
 
 def test_groups_the_steps_by_policy_and_plan() -> None:
@@ -117,6 +131,11 @@ def test_steps_that_a_resumed_run_repeats_count_once() -> None:
     summary = summarize([*first, resumed, step(3, tokens=9), step(4), END])
     assert (summary.steps, summary.tokens) == (4, 309)
     assert (summary.status, summary.batches_lost) == ("finished", 0)
+
+
+def test_a_part_that_trained_nothing_keeps_the_last_loss() -> None:
+    nothing = {"event": "run_end", "status": "finished", "last_loss": None}
+    assert summarize([START, step(1), END, START, nothing]).last_loss == 2.5
 
 
 def test_a_run_without_steps_has_no_figures() -> None:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from rematic.step_record import StepRecord
 from rematic.training.progress import (
     ProgressBar,
     ProgressLines,
@@ -30,6 +31,10 @@ class Step:
     budget_bytes: int | None = 700 * MIB
 
 
+def last_step() -> StepRecord:
+    return cast("StepRecord", Step())
+
+
 def trainer(*, is_last: bool = False) -> pl.Trainer:
     fake = SimpleNamespace(
         is_last_batch=is_last,
@@ -42,7 +47,7 @@ def trainer(*, is_last: bool = False) -> pl.Trainer:
 
 
 def test_describes_a_step_in_a_few_words() -> None:
-    assert describe_step(Step()) == {
+    assert describe_step(last_step()) == {
         "tokens/s": "512",
         "length": "1,024",
         "memory": "612.0 MiB of 700.0 MiB",
@@ -60,11 +65,11 @@ def test_describes_a_step_in_a_few_words() -> None:
     ids=["no peak", "no budget", "no time"],
 )
 def test_says_what_is_unknown(step: Step, memory: str) -> None:
-    assert describe_step(step)["memory"] == memory
+    assert describe_step(cast("StepRecord", step))["memory"] == memory
 
 
 def test_the_bar_shows_loss_and_step() -> None:
-    metrics = ProgressBar(Step).get_metrics(trainer(), cast("Any", None))
+    metrics = ProgressBar(last_step).get_metrics(trainer(), cast("Any", None))
     assert list(metrics) == ["loss", "tokens/s", "length", "memory", "policy"]
     assert metrics["loss"] == "2.500"
     assert list(ProgressBar(lambda: None).get_metrics(trainer(), cast("Any", None))) == ["loss"]
@@ -72,7 +77,7 @@ def test_the_bar_shows_loss_and_step() -> None:
 
 def test_lines_come_now_and_then_and_at_the_end() -> None:
     stream, now = io.StringIO(), [0.0]
-    lines = ProgressLines(Step, stream=stream, clock=lambda: now[0])
+    lines = ProgressLines(last_step, stream=stream, clock=lambda: now[0])
     for index in range(12):
         now[0] += 1.0
         lines.on_train_batch_end(trainer(is_last=index == 11), cast("Any", None), None, None, index)

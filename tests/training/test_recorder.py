@@ -123,7 +123,7 @@ def saved_batches(run: Run) -> int:
 def test_records_a_run_from_start_to_end(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.fit()
-    assert run.kinds == ["run_start", "run_end"]
+    assert run.kinds == ["run_start", "checkpoint", "run_end"]
     assert run.events[-1] == {
         "event": "run_end",
         "status": "finished",

@@ -1,0 +1,75 @@
+"""Checks that a run can go on with a recipe, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+from rematic.journal import read_journal
+from rematic.recipes import Recipe, load_recipe
+from rematic.training.corpus import Corpus
+from rematic.training.run_directory import RunDirectory
+
+MUST_AGREE = (
+    ("model", "type"),
+    ("model", "config"),
+    ("data", "max_length"),
+    ("data", "shuffle"),
+    ("training", "seed"),
+    ("training", "accumulate"),
+    ("training", "precision"),
+)
+"""What a checkpoint depends on; the rest of a recipe may change when a run is resumed."""
+
+
+def check_resumable(directory: RunDirectory, recipe: Recipe, *, corpus: Corpus) -> None:
+    """Refuses to go on with another model or other data than those of the run.
+
+    Args:
+        directory: The run.
+        recipe: What it shall go on with.
+        corpus: The data of that recipe.
+
+    Raises:
+        ValueError: They do not fit together.
+    """
+    before = load_recipe(directory.recipe.resolve())
+    for section, key in MUST_AGREE:
+        was, is_now = (getattr(getattr(r, section), key) for r in (before, recipe))
+        if was != is_now:
+            name, was, is_now = _first_difference(f"{section}.{key}", was, is_now)
+            raise ValueError(
+                f"{directory.path} cannot go on with recipe {recipe.name!r}: {name} is {is_now!r}, "
+                f"the run was trained with {was!r}; expected the same model and data order: "
+                f"resume with {directory.recipe}, or train anew without --resume"
+            )
+    trained_on = _corpus_hash(directory)
+    if trained_on and trained_on != corpus.sha256:
+        raise ValueError(
+            f"{directory.path} cannot go on with data.source {corpus.source!r}: its hash is "
+            f"{corpus.sha256[:16]}, the run was trained on {trained_on[:16]}; expected the same "
+            "documents (the embedded ones differ between Python versions): restore them, or train "
+            "anew without --resume"
+        )
+
+
+def steps_before(directory: RunDirectory) -> int | None:
+    """The last step that the checkpoint holds, as the journal says; None where it does not."""
+    step: int | None = None
+    for event in read_journal(directory.journal):
+        if event["event"] == "checkpoint" and isinstance(number := event.get("step"), int):
+            step = number
+    return step
+
+
+def _first_difference(name: str, was: object, is_now: object) -> tuple[str, object, object]:
+    if isinstance(was, dict) and isinstance(is_now, dict):
+        for key in sorted({*was, *is_now}):
+            if was.get(key) != is_now.get(key):
+                return f"{name}.{key}", was.get(key), is_now.get(key)
+    return name, was, is_now
+
+
+def _corpus_hash(directory: RunDirectory) -> str:
+    found = ""
+    for event in read_journal(directory.journal):
+        if event["event"] == "run_start" and isinstance(value := event.get("corpus_sha256"), str):
+            found = value
+    return found

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rematic.journal import read_journal
+from rematic.recipes import Recipe, load_recipe
+from rematic.training.plain_loop import PlainLoop
+from rematic.training.run import train
+
+TINY = (
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_hidden_layers=2",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+    "data.max_documents=4",
+    "data.max_length=48",
+    "training.threads=1",
+    "memory.budget=64MiB",
+    "memory.heap_cap=false",
+)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def tiny(*overrides: str) -> Recipe:
+    return load_recipe("tiny-cpu", [*TINY, *overrides])
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = torch.load(path / "last.ckpt", weights_only=True)
+    return dict(checkpoint["state_dict"])
+
+
+def losses(path: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_all_that_explains_it(tmp_path: Path) -> None:
+    summary = train(tiny(), show_progress=False)
+    run = tmp_path / "runs" / "tiny-cpu"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "journal.jsonl",
+        "last.ckpt",
+        "metrics.jsonl",
+        "recipe.yaml",
+    ]
+    assert (summary.status, summary.steps, summary.batches_lost) == ("finished", 4, 0)
+    assert summary.checkpoint == "runs/tiny-cpu/last.ckpt"
+    kinds = [event["event"] for event in read_journal(run / "journal.jsonl")]
+    assert [kind for kind in kinds if kind not in ("evict", "retry")] == [
+        "attach",
+        "run_start",
+        *["step"] * 4,
+        "checkpoint",
+        "run_end",
+    ]
+    assert dataclasses.replace(load_recipe(run / "recipe.yaml")) == tiny()
+    assert "rematic" in torch.load(run / "last.ckpt", weights_only=True)
+
+
+def test_trains_like_a_plain_loop(tmp_path: Path) -> None:
+    recipe = tiny("model.config.attention_dropout=0.0")
+    train(recipe, show_progress=False)
+    from rematic.training.corpus import load_corpus
+    from rematic.training.loader import build_loader
+
+    loader = build_loader(
+        load_corpus("pydoc_topics", max_documents=4), recipe.data, seed=recipe.training.seed
+    )
+    loop = PlainLoop(recipe, max_length=loader.max_length)
+    plain = []
+    for batch in loader:
+        plain.append(float(loop.forward_backward(batch)))
+        loop.update()
+    assert losses(tmp_path / "runs" / "tiny-cpu") == plain
+
+
+def test_a_resumed_run_is_the_run_it_would_have_been(tmp_path: Path) -> None:
+    train(tiny("training.epochs=2", "run.name=whole"), show_progress=False)
+    train(tiny("run.name=parts"), show_progress=False)
+    summary = train(
+        tiny("training.epochs=2", "run.name=parts"),
+        resume=tmp_path / "runs" / "parts",
+        show_progress=False,
+    )
+    whole, parts = (tmp_path / "runs" / name for name in ("whole", "parts"))
+    assert (summary.status, summary.steps) == ("finished", 8)
+    assert losses(parts) == losses(whole)
+    assert all(torch.equal(weights(whole)[key], value) for key, value in weights(parts).items())
+    steps = [
+        event["step"] for event in read_journal(parts / "journal.jsonl") if event["event"] == "step"
+    ]
+    assert steps == list(range(8))
+
+
+def test_a_finished_run_says_that_there_is_nothing_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(), show_progress=False)
+    before = losses(tmp_path / "runs" / "tiny-cpu")
+    summary = train(tiny(), resume="runs/tiny-cpu", show_progress=False)
+    assert "runs/tiny-cpu had finished; raise training.epochs" in capsys.readouterr().err
+    assert (summary.steps, summary.last_loss) == (4, before[-1])
+    assert losses(tmp_path / "runs" / "tiny-cpu") == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (("training.max_steps=2",), 2),
+        (("training.precision=bf16", "training.max_steps=2"), 2),
+        (("training.accumulate=2",), 4),
+        (("training.clip_norm=null", "training.warmup_steps=2"), 4),
+        (("memory.probe=simulated", "training.max_steps=2"), 2),
+        (("policy.start=recompute",), 4),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
+)
+def test_every_way_to_train_runs(overrides: tuple[str, ...], steps: int) -> None:
+    summary = train(tiny(*overrides), show_progress=False)
+    assert (summary.status, summary.steps) == ("finished", steps)
+
+
+def test_lines_of_progress_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny())
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search(
+        r"epoch 1, document 4 of 4: loss \d\.\d{3}, tokens/s .*policy planned \(", captured.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("memory.budget=100KiB",),
+            "memory.budget is 100.0 KiB, which is smaller than the model's",
+        ),
+        (("memory.budget=400KiB",), "smaller than weights, gradients and optimizer state"),
+        (("memory.budget=0.00001",), "smaller than"),
+        (("memory.budget=auto",), "budget"),
+        (("memory.budget=auto", "memory.heap_cap=true"), "a cap needs a size, or a fraction"),
+        (("data.source=nowhere",), "data.source 'nowhere' does not exist"),
+        (("data.source=empty.txt",), "empty.txt is an empty document"),
+        (("data.source=binary.txt",), "binary.txt is binary (a NUL byte at position 0)"),
+        (("policy.units=['nothing.*']",), "nothing.*"),
+        (("run.dir=empty.txt/runs",), "run.dir 'empty.txt/runs' cannot be written"),
+        (("model.config.hiden_size=3",), "did you mean 'hidden_size'?"),
+        (("data.max_length=5000",), "has positions for 4096 tokens"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_bad_input_leaves_nothing_behind(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\0\1")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(tiny(*overrides), show_progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["binary.txt", "empty.txt"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.config.hidden_size=64",),
+            "runs/tiny-cpu cannot go on with recipe 'tiny-cpu': model.config.hidden_size is 64, "
+            "the run was trained with 32; expected the same model and data order: resume with "
+            "runs/tiny-cpu/recipe.yaml, or train anew without --resume",
+        ),
+        (("training.seed=1",), "training.seed is 1, the run was trained with 0"),
+        (("data.max_documents=3",), "the run was trained on"),
+    ],
+    ids=["model", "seed", "data"],
+)
+def test_refuses_to_resume_with_something_else(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    train(tiny(), show_progress=False)
+    run = tmp_path / "runs" / "tiny-cpu"
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(tiny(*overrides), resume="runs/tiny-cpu", show_progress=False)
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-cpu"]
+
+
+def test_a_failed_run_keeps_its_journal_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rematic.training.language_model import LanguageModel
+
+    step = LanguageModel.training_step
+
+    def fail(module: LanguageModel, batch: object, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            raise ValueError("a bug in the middle")
+        return step(module, batch, batch_idx)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LanguageModel, "training_step", fail)
+    with pytest.raises(RuntimeError, match="training failed: a bug in the middle"):
+        train(tiny(), show_progress=False)
+    run = tmp_path / "runs" / "tiny-cpu"
+    last = list(read_journal(run / "journal.jsonl"))[-1]
+    assert (last["event"], last["status"], last["reason"]) == (
+        "run_end",
+        "failed",
+        "a bug in the middle",
+    )
+    assert "raise ValueError" in (run / "traceback.txt").read_text()
