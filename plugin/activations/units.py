@@ -24,7 +24,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[tuple[str
     Raises:
         ValueError: If a pattern matches nothing, or no repeated stack is found.
     """
-    found = _matched(model, patterns) if patterns else list(_stacks(model, ""))
+    found = _matched(model, patterns) if patterns else _each_once(_stacks(model, ""))
     if not found:
         raise ValueError(
             f"found no repeated stack of blocks in {type(model).__name__}: expected a ModuleList "
@@ -46,6 +46,14 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mo
 def _outermost(name: str, chosen: set[str]) -> bool:
     parts = name.split(".")
     return not any(".".join(parts[:i]) in chosen for i in range(1, len(parts)))
+
+
+def _each_once(found: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    # a stack that two parts of the model share is reached twice; its first name counts
+    names: dict[nn.Module, str] = {}
+    for name, module in found:
+        names.setdefault(module, name)
+    return [(name, module) for module, name in names.items()]
 
 
 def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
