@@ -41,6 +41,9 @@ class AmbientState:
     device_generators: tuple[tuple[torch.device, torch.Tensor], ...]
     """State of the generator of each accelerator the unit's tensors live on."""
 
+    own_generators: tuple[tuple[torch.Generator, torch.Tensor], ...]
+    """Generators that the call was given or that the unit's modules hold, and their states."""
+
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     """(device type, enabled, dtype) of autocast."""
 
@@ -51,8 +54,10 @@ class AmbientState:
     """Values of the global switches, in the order of `_SWITCHES`."""
 
 
-def capture_ambient(devices: tuple[torch.device, ...]) -> AmbientState:
-    """Reads the state around a call whose tensors live on `devices`."""
+def capture_ambient(
+    devices: tuple[torch.device, ...], generators: tuple[torch.Generator, ...] = ()
+) -> AmbientState:
+    """Reads the state around a call whose tensors live on `devices`, and that of `generators`."""
     types = {"cpu", *(device.type for device in devices)}
     return AmbientState(
         cpu_generator=torch.get_rng_state(),
@@ -61,6 +66,7 @@ def capture_ambient(devices: tuple[torch.device, ...]) -> AmbientState:
             for device in devices
             if _has_generator(device)
         ),
+        own_generators=tuple((generator, generator.get_state()) for generator in generators),
         autocast=tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in sorted(types)
@@ -74,15 +80,17 @@ def capture_ambient(devices: tuple[torch.device, ...]) -> AmbientState:
 def restore_generators(state: AmbientState) -> None:
     """Puts every generator back to where `state` saw it."""
     torch.set_rng_state(state.cpu_generator)
-    for device, generator in state.device_generators:
-        _device_module(device).set_rng_state(generator, device)
+    for device, generator_state in state.device_generators:
+        _device_module(device).set_rng_state(generator_state, device)
+    for generator, generator_state in state.own_generators:
+        generator.set_state(generator_state)
 
 
 @contextlib.contextmanager
 def applied(state: AmbientState) -> Iterator[None]:
     """Runs the body under `state` and restores everything after it, whatever happens."""
     devices = tuple(device for device, _ in state.device_generators)
-    before = capture_ambient(devices)
+    before = capture_ambient(devices, tuple(generator for generator, _ in state.own_generators))
     with contextlib.ExitStack() as stack:
         stack.callback(restore_generators, before)
         stack.callback(_write_switches, before.switches, state.switches)

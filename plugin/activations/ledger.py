@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -126,6 +127,9 @@ class Ledger:
 
 def _rate_class(record: Record, size_bytes: int) -> int:
     # Bytes per recompute second in steps of sqrt(2): timing noise must not decide between equal
-    # units. Among equals the oldest goes first, since backward needs it last.
+    # units. Among equals the oldest goes first, since backward needs it last. A record whose
+    # forward still runs goes last: its seconds are unknown, and backward needs it first.
+    if record.forward_seconds is None:
+        return -sys.maxsize
     seconds = max(record.forward_seconds, 1e-6)
     return round(2 * math.log2(max(size_bytes, 1) / seconds))

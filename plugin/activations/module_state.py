@@ -1,8 +1,10 @@
-"""What a unit's forward can read and change on its own modules: flags, attributes, buffers."""
+"""What a unit's forward can read and change on its own modules: attributes, buffers, generators."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_CONTAINERS = frozenset(
+    {list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict}
+    | {collections.Counter}
+)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+"""Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
 CLONED_BUFFER_BYTES = 1 << 16
 """Buffers up to this size are cloned before every forward; larger ones once they were seen to
 change. (BatchNorm changes its statistics without raising `_version`, so versions alone miss it.)"""
 
 
 @dataclass(slots=True)
-class BufferState:
-    """One buffer as forward saw it."""
+class TensorState:
+    """One buffer, or one tensor that is a plain attribute, as forward saw it."""
 
-    module: nn.Module
+    home: dict[str, Any]
     name: str
     full_name: str
     tensor: torch.Tensor | None
@@ -28,39 +36,75 @@ class BufferState:
     clone: torch.Tensor | None
 
 
+@dataclass(slots=True)
+class ContainerState:
+    """One attribute that is a list, dictionary or the like, as forward saw it.
+
+    A copy alone: the container may come to hold an output of the unit, and with it its graph.
+    """
+
+    home: dict[str, Any]
+    name: str
+    contents: Any
+
+
 class ModuleState:
-    """Flags, plain attributes, buffers and parameter versions of a unit before its forward."""
+    """What a unit's modules held before its forward: flags, attributes, buffers, versions."""
 
-    __slots__ = ("attributes", "buffers", "parameters")
+    __slots__ = ("attributes", "containers", "generators", "parameters", "tensor_states")
 
-    def __init__(self, module: nn.Module, mutable_buffers: frozenset[str] | None) -> None:
-        """Reads the state; `mutable_buffers` None means that every buffer may change."""
+    def __init__(self, module: nn.Module, mutable: frozenset[str] | None) -> None:
+        """Reads the state; `mutable` None means that every tensor may change."""
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.buffers: list[BufferState] = []
+        self.tensor_states: list[TensorState] = []
+        self.containers: list[ContainerState] = []
+        self.generators: list[torch.Generator] = []
         self.parameters: list[tuple[nn.Parameter, int]] = []
         for path, part in module.named_modules():
-            values = part.__dict__
-            self.attributes.append(
-                (part, {key: v for key, v in values.items() if isinstance(v, _PLAIN)})
-            )
+            prefix = f"{path}." if path else ""
+            self._read_attributes(part, prefix, mutable)
             for name, buffer in part._buffers.items():
-                full = f"{path}.{name}" if path else name
-                mutable = mutable_buffers is None or full in mutable_buffers
-                self.buffers.append(_buffer_state(part, name, full, buffer, mutable))
+                self.tensor_states.append(
+                    _tensor_state(part._buffers, name, prefix + name, buffer, mutable)
+                )
             for parameter in part._parameters.values():
                 if parameter is not None:
                     self.parameters.append((parameter, version_of(parameter)))
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Returns the parameters and buffers: external to whatever the unit computes."""
-        parameters: list[torch.Tensor] = [parameter for parameter, _ in self.parameters]
-        return parameters + [s.tensor for s in self.buffers if s.tensor is not None]
+    def _read_attributes(
+        self, part: nn.Module, prefix: str, mutable: frozenset[str] | None
+    ) -> None:
+        values = part.__dict__
+        plain: dict[str, Any] = {}
+        for name, value in values.items():
+            kind = type(value)
+            if kind in _PLAIN:
+                plain[name] = value
+            elif name in _OF_EVERY_MODULE:
+                continue
+            elif kind in _CONTAINERS:
+                self.containers.append(ContainerState(values, name, copy.copy(value)))
+            elif isinstance(value, (int, float, str)):  # enumerations, numbers of other libraries
+                plain[name] = value
+            elif isinstance(value, torch.Generator):
+                self.generators.append(value)
+            elif isinstance(value, torch.Tensor) and not value.requires_grad:
+                # (with a gradient it was computed from parameters: a replay computes it again)
+                self.tensor_states.append(
+                    _tensor_state(values, name, prefix + name, value, mutable)
+                )
+        self.attributes.append((part, plain))
 
-    def mutated_buffers(self) -> frozenset[str]:
-        """Returns the full names of the cloned buffers that forward changed."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns parameters, buffers and tensor attributes: external to what the unit computes."""
+        parameters: list[torch.Tensor] = [parameter for parameter, _ in self.parameters]
+        return parameters + [s.tensor for s in self.tensor_states if s.tensor is not None]
+
+    def mutated_tensors(self) -> frozenset[str]:
+        """Returns the full names of the cloned tensors that forward changed."""
         return frozenset(
             state.full_name
-            for state in self.buffers
+            for state in self.tensor_states
             if state.clone is not None
             and state.tensor is not None
             and not torch.equal(state.clone, state.tensor)
@@ -71,18 +115,20 @@ class ModuleState:
         for parameter, version in self.parameters:
             if version_of(parameter) != version:
                 return f"parameter of shape {tuple(parameter.shape)}"
-        for state in self.buffers:
+        for state in self.tensor_states:
             tensor = state.tensor
             if state.clone is None and tensor is not None and version_of(tensor) != state.version:
-                return f"buffer {state.name!r}"
+                return f"buffer {state.full_name!r}"
         return None
 
     def restore(self) -> None:
         """Puts values, not copies of them, back after a failed forward that will run again."""
         for module, values in self.attributes:
             restore_plain(module, values)
-        for state in self.buffers:
-            state.module._buffers[state.name] = state.tensor
+        for kept in self.containers:
+            _refill(kept)
+        for state in self.tensor_states:
+            state.home[state.name] = state.tensor
             if state.tensor is not None and state.clone is not None:
                 # .data: the version must not rise, or an earlier graph over this buffer breaks
                 state.tensor.data.copy_(state.clone)
@@ -90,21 +136,21 @@ class ModuleState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Shows the modules as forward saw them; whatever the body changes is undone."""
-        before = [(part, dict(part.__dict__)) for part, _ in self.attributes]
-        buffers = [(s.module, dict(s.module._buffers)) for s in self.buffers]
+        before = [(part, dict(part.__dict__), dict(part._buffers)) for part, _ in self.attributes]
         try:
             for part, values in self.attributes:
                 restore_plain(part, values)
-            for state in self.buffers:
+            for kept in self.containers:
+                kept.home[kept.name] = copy.copy(kept.contents)
+            for state in self.tensor_states:
                 shown = state.tensor if state.clone is None else state.clone.clone()
-                state.module._buffers[state.name] = shown
+                state.home[state.name] = shown
             yield
         finally:
-            for module, present in buffers:
-                module._buffers.clear()
-                module._buffers.update(present)
-            for part, present_attributes in before:
-                _restore_all(part, present_attributes)
+            for part, present, buffers in before:
+                part._buffers.clear()
+                part._buffers.update(buffers)
+                _restore_all(part, present)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -129,11 +175,29 @@ def _restore_all(module: nn.Module, values: dict[str, Any]) -> None:
             present[key] = value
 
 
-def _buffer_state(
-    module: nn.Module, name: str, full_name: str, buffer: torch.Tensor | None, mutable: bool
-) -> BufferState:
-    if buffer is None:
-        return BufferState(module, name, full_name, None, -1, None)
-    small = buffer.numel() * buffer.element_size() <= CLONED_BUFFER_BYTES
-    clone = buffer.detach().clone() if mutable or small else None
-    return BufferState(module, name, full_name, buffer, version_of(buffer), clone)
+def _refill(kept: ContainerState) -> None:
+    # Any: one of the types of _CONTAINERS, the same as that of the copy
+    container: Any = kept.home.get(kept.name)
+    if type(container) is not type(kept.contents):
+        kept.home[kept.name] = copy.copy(kept.contents)
+        return
+    container.clear()
+    if isinstance(container, (list, collections.deque)):
+        container.extend(kept.contents)
+    else:
+        container.update(kept.contents)
+
+
+def _tensor_state(
+    home: dict[str, Any],
+    name: str,
+    full_name: str,
+    tensor: torch.Tensor | None,
+    mutable: frozenset[str] | None,
+) -> TensorState:
+    if tensor is None:
+        return TensorState(home, name, full_name, None, -1, None)
+    small = tensor.numel() * tensor.element_size() <= CLONED_BUFFER_BYTES
+    cloned = small or mutable is None or full_name in mutable
+    clone = tensor.detach().clone() if cloned else None
+    return TensorState(home, name, full_name, tensor, version_of(tensor), clone)

@@ -64,6 +64,8 @@ def _mapped_tuple(
         return tuple(_map(fn, item, leaf) for item in value)
     if hasattr(value, "_fields"):
         return type(value)(*(_map(fn, item, leaf) for item in value))
+    if hasattr(value, "n_sequence_fields"):  # what torch.max and others return
+        return type(value)([_map(fn, item, leaf) for item in value])
     return value  # torch.Size and the like hold no tensors; their constructors are unknown
 
 
@@ -71,12 +73,12 @@ def _mapped_mapping(fn: Callable[[Any], Nested], value: Mapping[Any, Nested], le
     items = {key: _map(fn, item, leaf) for key, item in value.items()}
     if type(value) is dict:
         return items
-    rebuilt = copy.copy(value)
     try:
+        rebuilt = copy.copy(value)
         for key, item in items.items():
             rebuilt[key] = item  # type: ignore[index]
-    except TypeError:  # a read-only mapping: its tensors stay as they are
-        return value
+    except TypeError:  # read-only: nobody will miss its own type
+        return items
     return rebuilt
 
 
@@ -89,11 +91,51 @@ def _mapped_dataclass(fn: Callable[[Any], Nested], value: Nested, leaf: type) ->
     return rebuilt
 
 
-def holds_container(values: Iterable[Nested]) -> bool:
-    """Returns whether any of `values` is a container that the callee could change."""
-    return any(
-        isinstance(value, (list, Mapping))
-        or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-        or (isinstance(value, tuple) and holds_container(value))
-        for value in values
-    )
+class ContainerContents:
+    """What the containers inside a call's arguments held before it, to be put back in place.
+
+    A unit may fill a list or dictionary of its caller; when its forward failed and runs again, what
+    the failed attempt put there goes.
+    """
+
+    def __init__(self, values: Iterable[Nested]) -> None:
+        self._contents: list[tuple[Nested, dict[Any, Nested] | list[Nested]]] = []
+        for value in values:
+            self._read(value)
+
+    def restore(self) -> None:
+        """Puts the contents of every container that has changed back."""
+        for container, contents in self._contents:
+            if isinstance(contents, list):
+                container[:] = contents
+            elif isinstance(container, Mapping):
+                _restore_items(container, contents)
+            else:
+                for name, value in contents.items():
+                    object.__setattr__(container, name, value)
+
+    def _read(self, value: Nested) -> None:
+        inside: Iterable[Nested] = ()
+        if isinstance(value, list):
+            inside = list(value)
+            self._contents.append((value, inside))
+        elif isinstance(value, tuple):
+            inside = value
+        elif isinstance(value, Mapping):
+            self._contents.append((value, dict(value)))
+            inside = value.values()
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+            self._contents.append((value, held))
+            inside = held.values()
+        for item in inside:
+            self._read(item)
+
+
+def _restore_items(container: Nested, contents: dict[Any, Nested]) -> None:
+    for key in [key for key in container if key not in contents]:
+        del container[key]
+    for key, value in contents.items():
+        if key not in container or container[key] is not value:
+            container[key] = value

@@ -19,8 +19,10 @@ from rematic.activations import torch_private
 from rematic.activations.ambient import capture_ambient
 from rematic.activations.arguments import CallArguments
 from rematic.activations.module_state import ModuleState, version_of
+from rematic.activations.nested import iter_leaves
 
-_STALE = -2  # version of a holder whose tensor was already changed in place when it was evicted
+STALE = -2
+"""Version of a holder whose tensor was already changed in place when it was evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +92,18 @@ class Record:
         self.busy = False
         """Whether it is being replayed, when nothing may evict it."""
         self.num_replays = 0
-        self.forward_seconds = 0.0
+        self.forward_seconds: float | None = None
+        """Seconds that the forward took, None while it runs."""
         self.lock = threading.RLock()
         self.holders: list[weakref.ref[Holder]] = []
         self.metadata: list[SlotMetadata] = []
         self.module_state = module_state
         self.arguments = CallArguments(*call)
         tensors = [argument.alias for argument in self.arguments.tensors()]
-        self.external_keys = _storage_keys(tensors + module_state.tensors())
-        self.ambient = capture_ambient(_accelerators(tensors + module_state.tensors()))
+        tensors += module_state.tensors()
+        self.external_keys = _storage_keys(tensors)
+        generators = (*module_state.generators, *iter_leaves(call, leaf=torch.Generator))
+        self.ambient = capture_ambient(_accelerators(tensors), generators)
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         """Takes one saved tensor from autograd; every saved tensor takes a slot, in order."""
@@ -138,7 +143,7 @@ class Record:
             for holder in self.live_holders():
                 if holder.tensor is not None and not holder.external:
                     if version_of(holder.tensor) != holder.version:
-                        holder.version = _STALE
+                        holder.version = STALE
                     holder.tensor = None
             return sum(nbytes for storage, nbytes in storages if storage() is None)
         finally:
@@ -148,7 +153,7 @@ class Record:
         """Returns the tensor of a filled holder, refusing one that was changed in place."""
         tensor = holder.tensor
         assert tensor is not None, "a holder is filled before it is read"
-        if holder.version == _STALE or version_of(tensor) != holder.version:
+        if holder.version == STALE or version_of(tensor) != holder.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: saved tensor {holder.index} ({self.metadata[holder.index]}) "

@@ -11,7 +11,8 @@ import threading
 import torch
 
 from rematic.activations.ambient import applied
-from rematic.activations.record import Record, SlotMetadata
+from rematic.activations.module_state import version_of
+from rematic.activations.record import STALE, Record, SlotMetadata
 
 _state = threading.local()
 
@@ -38,8 +39,8 @@ class _Refill:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.num_slots = 0
-        self.filled: dict[int, tuple[torch.Tensor, int]] = {}
-        self.missing = {h.index for h in record.live_holders() if h.tensor is None}
+        self.filled: dict[int, torch.Tensor] = {}
+        self.missing = {h.index: h.version for h in record.live_holders() if h.tensor is None}
         self.last = max(self.missing, default=-1)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,8 @@ class _Refill:
         self._check(index, tensor)
         alias = tensor.detach() if tensor.requires_grad else tensor
         if index in self.missing:
-            self.filled[index] = (alias, 0 if tensor.is_inference() else tensor._version)
+            self._refuse_changed(index, tensor)
+            self.filled[index] = alias
         if index == self.last:
             raise _EveryHolderFilled
         return alias
@@ -66,6 +68,17 @@ class _Refill:
             raise ReplayError(
                 f"the replay of unit {self.record.name!r} made another tensor at position "
                 f"{index}: forward saved {wanted}, the replay {found}. {_ADVICE}"
+            )
+
+    def _refuse_changed(self, index: int, tensor: torch.Tensor) -> None:
+        # What the unit makes itself has the same version in the replay as in forward. A tensor from
+        # outside (no argument, parameter or buffer) has not, if somebody changed it in between.
+        if self.missing[index] not in (STALE, version_of(tensor)):
+            raise ReplayError(
+                f"cannot replay unit {self.record.name!r}: the tensor it saved at position {index} "
+                f"({self.record.metadata[index]}) was changed in place after its forward. Clone it "
+                "before the in-place operation, or keep this unit with a rule whose action is "
+                "`keep`."
             )
 
 
@@ -122,7 +135,7 @@ def _as_packed(tensor: torch.Tensor) -> torch.Tensor:
 def _fill(record: Record, refill: _Refill) -> None:
     for holder in record.live_holders():
         if holder.index in refill.filled:
-            holder.tensor, holder.version = refill.filled[holder.index]
+            holder.tensor = refill.filled[holder.index]
 
 
 def _refuse_changed_inputs(record: Record) -> None:

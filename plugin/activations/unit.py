@@ -23,7 +23,7 @@ from rematic.activations.ambient import restore_generators
 from rematic.activations.key_value_cache import without_empty_caches
 from rematic.activations.ledger import Ledger
 from rematic.activations.module_state import ModuleState
-from rematic.activations.nested import holds_container, map_leaves
+from rematic.activations.nested import ContainerContents
 from rematic.activations.record import Record
 from rematic.activations.replay import replaying
 from rematic.memory import is_out_of_memory, requested_bytes
@@ -52,8 +52,8 @@ class Unit:
         self.pinned: str | None = None
         """Why this unit's records are never evicted, None if they can be."""
         self._module = weakref.ref(module)
+        # Names of the tensors that forward changes, in training and in evaluation.
         self._mutable: dict[bool, frozenset[str]] = {}
-        # (names of the tensors that forward changes, by whether the module was training)
         self._notes: set[str] = set()
         self._forward = UnitForward(self, module)
         module.forward = self._forward
@@ -72,13 +72,12 @@ class Unit:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, and again if memory runs out and evicting others helps."""
         args, kwargs, filled_cache = without_empty_caches(args, kwargs)
-        plain = not holds_container((*args, *kwargs.values()))
-        held = self.starts_held or self._mutable_buffers is None
+        given = ContainerContents((*args, *kwargs.values()))
+        held = self.starts_held or self._is_first_call
         while True:
-            call = (args, kwargs) if plain else map_leaves(_same, (args, kwargs))
-            record = self._open(call, held=held, filled_cache=filled_cache)
+            record = self._open((args, kwargs), held=held, filled_cache=filled_cache)
             try:
-                output = self._attempt(record, call)
+                output = self._attempt(record, args, kwargs)
             except RuntimeError as error:
                 if not self._can_run_again(error, record, held=held):
                     raise
@@ -94,6 +93,7 @@ class Unit:
             held = held and freed > 0  # nothing left to let go: this record starts evicted
             state.restore()
             restore_generators(ambient)
+            given.restore()
 
     def _can_run_again(self, error: RuntimeError, record: Record, *, held: bool) -> bool:
         return (
@@ -110,20 +110,20 @@ class Unit:
             call,
             name=self.name,
             position=self.position,
-            module_state=ModuleState(self.module, self._mutable_buffers),
+            module_state=ModuleState(self.module, self._mutable.get(self.module.training)),
             held=held or filled_cache or self.pinned is not None,
         )
         if filled_cache:
             record.pinned = "it was given a filled key/value cache"
-        elif self.pinned is None and self._mutable_buffers is None:
+            self.note_once(f"its activations are kept in this call: {record.pinned}")
+        elif self.pinned is None and self._is_first_call:
             record.pinned = _FIRST_CALL
         else:
             record.pinned = self.pinned
         self.ledger.open(record)
         return record
 
-    def _attempt(self, record: Record, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = call
+    def _attempt(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_forwards += 1
         start = time.perf_counter()
         with recording(), saved_tensors_hooks(record.pack, self.ledger.unpack):
@@ -132,9 +132,9 @@ class Unit:
         return output
 
     def _close(self, record: Record) -> None:
-        first = self._mutable_buffers is None
-        if self._mutable_buffers is None:
-            self._mutable_buffers = record.module_state.mutated_buffers()
+        first = self._is_first_call
+        if first:
+            self._mutable[self.module.training] = record.module_state.mutated_tensors()
         if record.pinned == _FIRST_CALL:
             record.pinned = None
         if record.arguments.mutated_positions():
@@ -155,11 +155,16 @@ class Unit:
                 self.pinned,
             )
 
+    @property
+    def _is_first_call(self) -> bool:
+        """Whether it is not known yet which tensors forward changes (in this mode)."""
+        return self.module.training not in self._mutable
+
     def note_once(self, text: str) -> None:
-        """Logs why this unit's call was passed through, once for each reason."""
+        """Logs what is unusual about a call of this unit, once for each text."""
         if text not in self._notes:
             self._notes.add(text)
-            _log.warning("unit %r is not managed in this call: %s", self.name, text)
+            _log.warning("unit %r: %s", self.name, text)
 
 
 class UnitForward:
@@ -222,7 +227,7 @@ class UnitForward:
             return self.original(*args, **kwargs)
         reason = _pass_through_reason()
         if reason is not None:
-            self._unit.note_once(reason)
+            self._unit.note_once(f"not managed in this call: {reason}")
             return self.original(*args, **kwargs)
         return self._unit.run(args, kwargs)
 
@@ -230,7 +235,7 @@ class UnitForward:
         """Returns the plain `forward` of the copy."""
         if self._previous is not None:
             return copy.deepcopy(self._previous, memo)
-        copied = memo[id(self._module())]
+        copied: Any = copy.deepcopy(self._unit.module, memo)  # mostly in the memo already
         return types.MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
