@@ -1,0 +1,1 @@
+"""A package, so that test modules can import what they share (`tests.activations.families`)."""
