@@ -1,0 +1,200 @@
+"""Drives a Session at the two seams of a Lightning Trainer: `training_step` and `backward`.
+
+These two are reached for every micro-batch, with and without accumulation, and lie inside the
+closure that the optimizer calls, so that nothing of Lightning's own counting is repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from rematic.activations import replaying
+from rematic.attachment import attach
+from rematic.batch_shape import BatchShape, default_batch_shape
+from rematic.hosts.instance_method import InstanceMethod
+from rematic.memory import HostProbe, Probe
+from rematic.memory.storages import storages_of
+from rematic.policy import Policy
+from rematic.recipes import Recipe
+from rematic.session import Journal, Session
+
+CHECKPOINT_KEY = "rematic"
+"""Where a checkpoint holds the state of the session; a stock Trainer does not look there."""
+
+
+class LightningDriver:
+    """One session for each fit. The strategies and the callback are thin over it.
+
+    The arguments are those of `rematic.attach`; `batch_shape` None stands for its default.
+    """
+
+    def __init__(
+        self,
+        *,
+        recipe: str | Path | Recipe,
+        budget: int | float | str | None,
+        policy: str | Policy | None,
+        probe: str | Probe | None,
+        batch_shape: Callable[[object], BatchShape] | None,
+        journal: Journal | None,
+    ) -> None:
+        self.session: Session | None = None
+        """The session of the fit that runs or ran last; None before the first."""
+        self._attach = functools.partial(
+            attach,
+            recipe=recipe,
+            budget=budget,
+            policy=policy,
+            probe=probe,
+            batch_shape=batch_shape or default_batch_shape,
+            journal=journal,
+        )
+        self._makes_probe = probe is None or isinstance(probe, str)
+        self._module: pl.LightningModule | None = None
+        self._log: InstanceMethod | None = None
+        self._covered: list[torch.optim.Optimizer] = []
+        self._is_open = False
+        self._restored: Mapping[str, Any] | None = None
+        self._checkpoint_bytes = 0
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a fit runs."""
+        return self._module is not None
+
+    def attach(self, module: pl.LightningModule) -> None:
+        """Attaches for one fit, and takes up the state of its checkpoint."""
+        session = self._attach(module)
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            try:
+                session.load_state_dict(restored)
+            except BaseException:
+                session.detach()
+                raise
+        if self._makes_probe and isinstance(session.probe, HostProbe):
+            # The loaded checkpoint is in memory and soon will not be: no overhead of the process.
+            overhead_bytes = session.probe.overhead_bytes - self._checkpoint_bytes
+            session.probe.overhead_bytes = max(0, overhead_bytes)
+        self.session = session
+        self._module = module
+        self._log = InstanceMethod(module, "log", _log_once)
+
+    def detach(self) -> None:
+        """Leaves the module and the optimizers as they were; safe to call at any time."""
+        self._restored, self._checkpoint_bytes = None, 0
+        if self.session is None or self._log is None:
+            return
+        self._log.remove()
+        self.session.detach()
+        self._module, self._log, self._covered, self._is_open = None, None, [], False
+
+    def training_step(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        optimizers: Iterable[torch.optim.Optimizer],
+    ) -> Any:  # noqa: ANN401 - what a training step returns is up to its author
+        """Runs a training step: forward and loss, and in manual optimization all there is.
+
+        Args:
+            step: The strategy's `training_step`.
+            args: Its arguments, the batch first.
+            kwargs: Its keyword arguments.
+            optimizers: The strategy's optimizers.
+        """
+        if self.session is None or self._module is None:
+            return step(*args, **kwargs)
+        self._cover(optimizers)
+        self.session.begin_step(args[0] if args else kwargs.get("batch"))
+        self._is_open = True
+        try:
+            output = step(*args, **kwargs)
+        except BaseException as error:
+            self.abort(error)
+            raise
+        # without a loss Lightning skips backward
+        if output is None or not self._module.automatic_optimization:
+            self._end()
+        return output
+
+    def backward(
+        self, backward: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Runs a backward; in automatic optimization the step ends with it.
+
+        Args:
+            backward: The strategy's `backward`.
+            args: Its arguments, the loss first.
+            kwargs: Its keyword arguments.
+        """
+        if not self._is_open or self._module is None or not self._module.automatic_optimization:
+            return backward(*args, **kwargs)
+        try:
+            loss = backward(*args, **kwargs)
+        except BaseException as error:
+            self.abort(error)
+            raise
+        self._end()
+        return loss
+
+    def abort(self, error: BaseException) -> None:
+        """Ends a step that something interrupted."""
+        if self._is_open and self.session is not None:
+            self._is_open = False
+            self.session.abort_step(error)
+
+    def save(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Adds the session's state to a checkpoint that holds more than weights."""
+        if self.session is not None and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self.session.state_dict()
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes the session's state from a checkpoint, at once or when the session is there.
+
+        (A Trainer reads the checkpoint before it sets up its strategy.)
+        """
+        self._checkpoint_bytes = _host_bytes(checkpoint)
+        state = checkpoint.get(CHECKPOINT_KEY)
+        if state is None:
+            rank_zero_info(
+                "The checkpoint holds no state of rematic: its controller starts afresh, with the "
+                "recipe's policy and nothing learned."
+            )
+        elif self.session is not None and self.is_attached:
+            self.session.load_state_dict(state)
+        else:
+            self._restored = state
+
+    def _cover(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        # Looked at anew for every step: callbacks such as a learning-rate finder exchange them.
+        assert self.session is not None
+        for optimizer in optimizers:
+            if not any(optimizer is known for known in self._covered):
+                self._covered.append(optimizer)
+                self.session.add_optimizers(optimizer)
+
+    def _end(self) -> None:
+        assert self.session is not None
+        self._is_open = False
+        self.session.end_step()
+
+
+def _host_bytes(checkpoint: Mapping[str, Any]) -> int:
+    storages = {id(s): s for s in storages_of(checkpoint) if s.device.type == "cpu"}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _log_once(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    # A unit that logs would do so again when it is replayed in backward, where Lightning refuses.
+    if not replaying():
+        log(*args, **kwargs)
