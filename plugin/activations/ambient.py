@@ -93,8 +93,8 @@ def applied(state: AmbientState) -> Iterator[None]:
     before = capture_ambient(devices, tuple(generator for generator, _ in state.own_generators))
     with contextlib.ExitStack() as stack:
         stack.callback(restore_generators, before)
-        stack.callback(_write_switches, before.switches, state.switches)
-        _write_switches(state.switches, before.switches)
+        stack.callback(_write_switches, before.switches)
+        _write_switches(state.switches)
         for kind, enabled, dtype in state.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         # autocast(enabled=...) above sets the cache flag as well: the recorded one wins
@@ -105,9 +105,10 @@ def applied(state: AmbientState) -> Iterator[None]:
         yield
 
 
-def _write_switches(wanted: tuple[Any, ...], present: tuple[Any, ...]) -> None:
-    for (_, write), value, now in zip(_SWITCHES, wanted, present, strict=True):
-        if value != now:
+def _write_switches(wanted: tuple[Any, ...]) -> None:
+    # Compared with what is there now: a body that is stopped early may leave its own behind.
+    for (read, write), value in zip(_SWITCHES, wanted, strict=True):
+        if value != read():
             write(value)
 
 
