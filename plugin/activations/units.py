@@ -57,13 +57,12 @@ def _each_once(found: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
 
 
 def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    blocks = _blocks(module)
+    if blocks:
+        yield from ((f"{prefix}{key}", block) for key, block in blocks)
+        return
     for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        blocks = _blocks(child)
-        if blocks:
-            yield from ((f"{path}.{key}", block) for key, block in blocks)
-        else:
-            yield from _stacks(child, f"{path}.")
+        yield from _stacks(child, f"{prefix}{name}.")
 
 
 def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
