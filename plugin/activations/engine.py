@@ -47,7 +47,7 @@ def _refuse_other_owners(model: nn.Module) -> None:
         if module.__dict__.get("gradient_checkpointing") is True:
             raise ValueError(
                 f"module {name or type(model).__name__!r} has gradient checkpointing of its own "
-                "turned on: expected one owner. Call `model.activation_checkpointing_disable()` (in "
-                "older versions `gradient_checkpointing_disable()`) before attaching; rematic "
+                "turned on: expected one owner. Call `model.activation_checkpointing_disable()` "
+                "(in older versions `gradient_checkpointing_disable()`) before attaching; rematic "
                 "decides what is recomputed."
             )
