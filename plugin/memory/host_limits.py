@@ -1,0 +1,99 @@
+"""What limits the memory of this process on the host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED_BYTES = 2**60  # cgroup v1 writes the largest page-aligned integer, v2 the word `max`
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFiles:
+    """Where the kernel tells about memory; other paths in tests."""
+
+    proc: Path = Path("/proc")
+    """The process file system."""
+    cgroup: Path = Path("/sys/fs/cgroup")
+    """The control groups, v2 or v1."""
+
+    def resident_bytes(self) -> int | None:
+        """Returns the bytes of this process that are in physical memory, None if not known."""
+        pages = self._statm(1)
+        return None if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
+
+    def data_bytes(self) -> int | None:
+        """Returns the writable private memory of this process, which `RLIMIT_DATA` limits.
+
+        The main stack (about 130 KiB) is in it although the limit does not count it.
+        """
+        pages = self._statm(5)
+        return None if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
+
+    def physical_bytes(self) -> int | None:
+        """Returns the physical memory of the host, None if not known."""
+        text = _read(self.proc / "meminfo")
+        for line in [] if text is None else text.splitlines():
+            if line.startswith("MemTotal:"):
+                return int(line.split()[1]) * 1024
+        return None
+
+    def cgroup_bytes(self) -> int | None:
+        """Returns the smallest limit of the control groups of this process, None if there is none.
+
+        A group is limited by its ancestors too. Inside a container the group of the process may
+        not be visible; the root of the file system is then the container's own group.
+        """
+        limits = [
+            limit
+            for folder, name in self._cgroup_folders()
+            if (limit := _limit(folder / name)) is not None
+        ]
+        return min(limits, default=None)
+
+    def _cgroup_folders(self) -> list[tuple[Path, str]]:
+        folders = [
+            (self.cgroup, "memory.max"),
+            (self.cgroup / "memory", "memory.limit_in_bytes"),
+        ]
+        text = _read(self.proc / "self" / "cgroup")
+        for line in [] if text is None else text.splitlines():
+            _, controllers, path = line.split(":", 2)
+            parts = [part for part in path.split("/") if part and part != ".."]
+            for depth in range(1, len(parts) + 1):
+                inner = Path(*parts[:depth])
+                if not controllers:
+                    folders.append((self.cgroup / inner, "memory.max"))
+                elif "memory" in controllers.split(","):
+                    folders.append((self.cgroup / "memory" / inner, "memory.limit_in_bytes"))
+        return folders
+
+    def _statm(self, column: int) -> int | None:
+        text = _read(self.proc / "self" / "statm")
+        return None if text is None else int(text.split()[column])
+
+
+def data_limit_bytes() -> int | None:
+    """Returns the soft `RLIMIT_DATA` of this process, None where there is none."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _limit(path: Path) -> int | None:
+    text = _read(path)
+    if text is None or not text.strip().isdigit():
+        return None
+    limit = int(text)
+    return limit if 0 < limit < _UNLIMITED_BYTES else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text("ascii", errors="replace")
+    except OSError:
+        return None
