@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rematic.batch_shape import BatchShape
@@ -125,7 +126,7 @@ class AdaptiveRecompute(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Takes the session's state when fitting."""
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == TrainerFn.FITTING:
             self._driver.load(checkpoint)
 
     def _detach(self) -> None:

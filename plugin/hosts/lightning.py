@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -36,7 +39,9 @@ class RecomputeStrategy(SingleDeviceStrategy):
         probe: `auto`, `host`, `cuda`, or a probe; instead of the recipe's.
         batch_shape: Reads a batch; None for the largest tensor in it, integers first.
         journal: Takes the decisions, such as a `rematic.journal.JournalWriter`.
-        **kwargs: What `SingleDeviceStrategy` takes, without `device`.
+        accelerator: As of every strategy; None for the Trainer's.
+        checkpoint_io: As of every strategy; None for the Trainer's.
+        precision_plugin: As of every strategy; None for the Trainer's.
     """
 
     strategy_name = "recompute"
@@ -49,14 +54,15 @@ class RecomputeStrategy(SingleDeviceStrategy):
         probe: str | Probe | None = None,
         batch_shape: Callable[[object], BatchShape] | None = None,
         journal: Journal | None = None,
-        **kwargs: Any,
+        *,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
     ) -> None:
-        if "device" in kwargs:
-            raise ValueError(
-                f"device={kwargs['device']!r} was given to RecomputeStrategy: expected the device "
-                "of the Trainer. Write Trainer(accelerator=..., devices=[index]) instead."
-            )
-        super().__init__(**kwargs)
+        # Without `device`: LightningCLI gives every argument that it finds, this one as "cpu".
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
         self._device: torch.device | None = None
         self._driver = LightningDriver(
             recipe=recipe,

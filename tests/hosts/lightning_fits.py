@@ -129,6 +129,16 @@ class Notes(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
+class Recorded:
+    """A journal in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, event: Any) -> None:
+        self.events.append(dict(event))
+
+
 @dataclass(kw_only=True)
 class Fitted:
     """A fit that is over, and what came of it."""
@@ -235,6 +245,11 @@ def session_of(trainer: pl.Trainer) -> rematic.Session | None:
         if isinstance(part, (rematic.RecomputeStrategy, rematic.callbacks.AdaptiveRecompute)):
             return part.session
     return None
+
+
+def attributes_of(module: nn.Module) -> dict[str, set[str]]:
+    """The names of what hangs on each part, without `_hparams`, which is Lightning's own."""
+    return {name: set(vars(part)) - {"_hparams"} for name, part in module.named_modules()}
 
 
 def loader_of_batches() -> DataLoader[tuple[Tensor, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,20 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric
 
 import rematic
 import rematic.callbacks
-from tests.hosts.lightning_fits import Net, Runner, ValidatedNet
+from tests.hosts.lightning_fits import (
+    Net,
+    Recorded,
+    Runner,
+    ValidatedNet,
+    attributes_of,
+    session_of,
+)
 
 ENTRIES = ("strategy", "callback")
 ROOMY = "64GiB"
@@ -44,28 +53,29 @@ def test_the_device_is_the_trainers(runner: Runner, monkeypatch: pytest.MonkeyPa
     assert trainer.device_ids == [3]
 
 
-def test_a_device_of_its_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="device='cuda:1' was given to RecomputeStrategy") as error:
-        rematic.RecomputeStrategy(device="cuda:1")
-    assert "Trainer(accelerator=..., devices=[index])" in str(error.value)
+def test_the_command_line_finds_no_device_to_give() -> None:
+    parameters = inspect.signature(rematic.RecomputeStrategy).parameters
+    assert "device" not in parameters
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def test_what_every_strategy_takes_is_taken(runner: Runner) -> None:
+    precision, checkpoint_io = MixedPrecision("bf16-mixed", "cpu"), TorchCheckpointIO()
+    strategy = rematic.RecomputeStrategy(
+        policy="recompute", precision_plugin=precision, checkpoint_io=checkpoint_io
+    )
+    fitted = runner.fit(strategy=strategy)
+    assert fitted.trainer.precision_plugin is precision
+    assert fitted.trainer.strategy.checkpoint_io is checkpoint_io
+    fitted.is_same_as(runner.fit(precision="bf16"))
 
 
 def test_no_budget_on_a_cpu_is_refused_and_nothing_is_left(runner: Runner) -> None:
     module = Net()
-    before = _attributes(module)
+    before = attributes_of(module)
     with pytest.raises(ValueError, match="no budget for a model on the CPU"):
         runner.fit(module, strategy="recompute")
-    assert _attributes(module) == before
-
-
-class Recorded:
-    """A journal in memory."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def write(self, event: Any) -> None:
-        self.events.append(dict(event))
+    assert attributes_of(module) == before
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -92,101 +102,13 @@ def test_the_shape_is_read_as_the_user_says(runner: Runner, entry: str) -> None:
     assert lengths == 2 * [400, 400, 400, 400, 400, 400, 200]
 
 
-class Fails(Callback):
-    """Raises at the third batch, in one of the places where that can happen."""
-
-    def __init__(self, error: BaseException, hook: str) -> None:
-        self.error, self.num_calls = error, 0
-        setattr(self, hook, self.hook)
-
-    def hook(self, *args: Any, **kwargs: Any) -> None:
-        self.num_calls += 1
-        if self.num_calls == 3:
-            raise self.error
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        pytest.param(RuntimeError("no"), RuntimeError, id="an error"),
-        pytest.param(KeyboardInterrupt(), SystemExit, id="Ctrl-C"),
-    ],
-)
-@pytest.mark.parametrize(
-    "hook", ["on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end"]
-)
-def test_an_exception_leaves_all_plain(
-    runner: Runner, entry: str, error: BaseException, raised: type[Any], hook: str
-) -> None:
-    arguments = runner.entry(entry, policy="recompute", budget=ROOMY)
-    arguments["callbacks"] = [Fails(error, hook), *arguments.get("callbacks", ())]
-    module, trainer = Net(), runner.trainer(**arguments)
-    before = _attributes(module)
-    with pytest.raises(raised):
-        runner.fit(module, trainer=trainer)
-    assert _attributes(module) == before
-    assert not {"training_step", "backward"} & set(vars(trainer.strategy))
-
-
-class FailsAt(pl.LightningModule):
-    """Mixed into a net: raises in the training step of one batch."""
-
-    error: BaseException | None
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        if batch_idx == 2 and self.error is not None:
-            raise self.error
-        return output
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_out_of_memory_ends_the_fit_and_is_in_the_journal(runner: Runner, entry: str) -> None:
-    module, journal = type("Failing", (FailsAt, Net), {})(), Recorded()
-    module.error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-    before = _attributes(module)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        runner.fit(module, **runner.entry(entry, policy="recompute", journal=journal))
-    assert _attributes(module) == before
-    assert [event["event"] for event in journal.events] == ["attach", "step", "step", "stop"]
-    assert "Tried to allocate 20.00 GiB" in journal.events[-1]["report"]
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_second_fit_of_the_same_model_works(runner: Runner, entry: str) -> None:
-    plain_trainer, plain_module = runner.trainer(), Net()
-    arguments = runner.entry(entry, policy="recompute", budget=ROOMY)
-    trainer, module = runner.trainer(**arguments), Net()
-    module.load_state_dict(plain_module.state_dict())
-    sessions = []
-    for max_epochs in (2, 3):
-        plain_trainer.fit_loop.max_epochs = trainer.fit_loop.max_epochs = max_epochs
-        reference = runner.fit(plain_module, trainer=plain_trainer)
-        fitted = runner.fit(module, trainer=trainer)
-        fitted.is_same_as(reference)
-        sessions.append(fitted.session)
-    assert [session.num_steps for session in sessions] == [14, 7]
-    assert sessions[0] is not sessions[1]
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_plain_trainer_takes_the_model_over(runner: Runner, entry: str) -> None:
-    module, copied = Net(), Net()
-    copied.load_state_dict(module.state_dict())
-    runner.fit(module, **runner.entry(entry, policy="recompute", budget=ROOMY))
-    runner.fit(copied)
-    runner.fit(module).is_same_as(runner.fit(copied))
-
-
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_validating_does_not_attach(runner: Runner, entry: str) -> None:
     trainer = runner.trainer(**runner.entry(entry, budget=ROOMY))
     module = ValidatedNet()
     trainer.validate(module, torch.utils.data.DataLoader([(torch.ones(16), torch.ones(1))]))
     assert sum(len(block.calls.replays) for block in module.blocks) == 4
-    part = next(c for c in (trainer.strategy, *trainer.callbacks) if hasattr(c, "session"))
-    assert part.session is None
+    assert session_of(trainer) is None
 
 
 def test_fast_dev_run(runner: Runner) -> None:
@@ -295,8 +217,3 @@ def test_an_exchanged_optimizer_marks_boundaries(runner: Runner, entry: str) -> 
     fitted.session.switch("keep")
     assert fitted.session.policy.name == "keep"  # the last step ended at a boundary
     assert "step" not in vars(fitted.trainer.optimizers[0])
-
-
-def _attributes(module: nn.Module) -> dict[str, set[str]]:
-    # `_hparams` is Lightning's own
-    return {name: set(vars(part)) - {"_hparams"} for name, part in module.named_modules()}

@@ -64,12 +64,10 @@ def test_a_file_of_weights_alone_is_that_of_a_stock_trainer(
 class PolicyAtStart(pl.Callback):
     """Notes the session's policy before the first forward."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.policy: str | None = None
+    policy: str | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        part = next(p for p in (trainer.strategy, *trainer.callbacks) if hasattr(p, "session"))
-        self.policy = self.policy or part.session.policy.name
+        self.policy = self.policy or session_of(trainer).policy.name
 
 
 @pytest.mark.parametrize("entry", ["strategy", "callback"])
@@ -79,7 +77,7 @@ def test_a_resumed_fit_starts_with_the_policy_it_had(
     fitted = saved_by(runner, entry, tmp_path / "saved.ckpt")
     fitted.session.switch("keep", reason="to be remembered")
     fitted.trainer.save_checkpoint(tmp_path / "switched.ckpt")
-    noted = PolicyAtStart(runner)
+    noted = PolicyAtStart()
     arguments = runner.entry(entry, policy="recompute", budget=ROOMY)
     arguments["callbacks"] = [noted, *arguments.get("callbacks", ())]
     resumed = runner.fit(ckpt_path=tmp_path / "switched.ckpt", **arguments)
@@ -124,22 +122,23 @@ def test_a_fit_that_failed_leaves_no_state_for_the_next(
     trainer = runner.trainer(**runner.entry(entry, policy="keep", budget="1KiB"))
     with pytest.raises(ValueError, match="weights and buffers alone"):
         runner.fit(trainer=trainer, ckpt_path=tmp_path / "saved.ckpt")
+    assert session_of(trainer) is None
     part = next(p for p in (trainer.strategy, *trainer.callbacks) if hasattr(p, "session"))
-    assert part.session is None
     assert part._driver._restored is None
 
 
+@pytest.mark.parametrize("saves", ENTRIES)
 @pytest.mark.parametrize("entry", ["strategy", "callback"])
-def test_validating_with_a_checkpoint_takes_no_state(
-    runner: Runner, tmp_path: Path, entry: str
+def test_validating_takes_and_misses_no_state(
+    runner: Runner, tmp_path: Path, entry: str, saves: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved_by(runner, entry, tmp_path / "saved.ckpt")
+    saved_by(runner, saves, tmp_path / "saved.ckpt")
     trainer = runner.trainer(**runner.entry(entry, budget=ROOMY))
     loader = torch.utils.data.DataLoader([(torch.ones(16), torch.ones(1))])
-    trainer.validate(ValidatedNet(), loader, ckpt_path=tmp_path / "saved.ckpt")
-    part = next(p for p in (trainer.strategy, *trainer.callbacks) if hasattr(p, "session"))
-    assert part.session is None
-    assert part._driver._restored is None
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):
+        trainer.validate(ValidatedNet(), loader, ckpt_path=tmp_path / "saved.ckpt")
+    assert session_of(trainer) is None
+    assert "rematic" not in caplog.text
 
 
 class Ballasted(Net):

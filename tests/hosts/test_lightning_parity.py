@@ -110,7 +110,7 @@ class TwoOptimizers(pl.LightningModule):
         self.first, self.second = Net(), Net()
         self.losses: list[float] = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         x, y = batch
         optimizers = self.optimizers()
         shared = self.first(x)
@@ -121,6 +121,7 @@ class TwoOptimizers(pl.LightningModule):
             if batch_idx % 3 == 2:
                 optimizer.step()
                 optimizer.zero_grad()
+        return {"losses": [loss.detach() for loss in losses]}
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.AdamW(net.parameters(), 1e-2) for net in (self.first, self.second)]
@@ -144,11 +145,13 @@ class SwitchesOnce(TwoOptimizers):
         super().__init__()
         self.policies: list[str] = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        session = self.trainer.strategy.session
         if (self.current_epoch, batch_idx) == (0, 1):
-            self.trainer.strategy.session.switch("keep")
-        super().training_step(batch, batch_idx)
-        self.policies.append(self.trainer.strategy.session.policy.name)
+            session.switch("keep")
+        output = super().training_step(batch, batch_idx)
+        self.policies.append(session.policy.name)
+        return output
 
 
 def test_a_switch_waits_for_the_optimizer(runner: Runner) -> None:
