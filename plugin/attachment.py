@@ -14,7 +14,7 @@ from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
 from rematic.memory import Probe, make_probe, process_overhead_bytes
 from rematic.policy import Policy, Rule, action_named, policy_named
-from rematic.recipes import Recipe, load_recipe, parse_budget
+from rematic.recipes import Recipe, RuleConfig, load_recipe, parse_budget
 from rematic.session import Journal, Session, SessionSettings
 from rematic.training_tensors import existing_bytes
 
@@ -114,8 +114,22 @@ def _optimizers(
 
 def _policy(recipe: Recipe) -> Policy:
     start = policy_named(recipe.policy.start)
-    rules = tuple(
-        Rule(pattern=rule.match, action=action_named(rule.action.name))
-        for rule in recipe.policy.rules
-    )
+    rules = tuple(_rule(rule) for rule in recipe.policy.rules)
     return Policy(name=start.name, rules=rules, default=start.default)
+
+
+def _rule(rule: RuleConfig) -> Rule:
+    return Rule(
+        pattern=rule.match,
+        action=action_named(rule.action.name),
+        exclude=rule.exclude,
+        first=rule.first,
+        last=rule.last,
+        every=rule.every,
+        share=_pair(rule.share),
+        span=_pair(rule.span),
+    )
+
+
+def _pair(values: tuple[int, ...] | None) -> tuple[int, int] | None:
+    return None if values is None else (values[0], values[1])

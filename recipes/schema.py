@@ -179,10 +179,29 @@ class RuleConfig:
     """Pattern over qualified module names and class names; has no default."""
     action: ActionConfig
     """What happens to the activations of those units; has no default."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of units that are left out; default none."""
+    first: int | None = None
+    """Only so many of those units from the first on; None (default): no limit."""
+    last: int | None = None
+    """Only so many of those units up to the last; None (default): no limit."""
+    every: int | None = None
+    """Only every so-manieth of those units, the first included; None (default): each."""
+    share: tuple[int, ...] | None = None
+    """Only m of every n of those units, as [m, n]; None (default): all."""
+    span: tuple[int, ...] | None = None
+    """Only those units from one position to before another, as [start, stop] from 0."""
 
     def __post_init__(self) -> None:
         some_text(self, "match", remedy="write a pattern such as 'model.layers.*'")
         instance(self, "action", kind=get_args(ActionConfig), remedy="write RecomputeConfig()")
+        instances(self, "exclude", kind=str, remedy="write patterns such as ['model.layers.0']")
+        for name in ("first", "last", "every"):
+            whole_number(self, name, minimum=1, optional=True, remedy="write null for no limit")
+        for name in ("share", "span"):
+            pair = getattr(self, name)
+            two = pair is None or (len(pair) == 2 and all(type(n) is int for n in pair))
+            require(self, name, two, expected="two whole numbers", remedy="write [5, 6] or null")
 
 
 @dataclass(frozen=True, kw_only=True)

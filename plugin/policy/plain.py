@@ -9,12 +9,14 @@ from rematic.policy.actions import action_named
 from rematic.policy.policy import Policy
 from rematic.policy.rules import Rule
 
+_POSITIONS = ("exclude", "first", "last", "every", "share", "span")
+
 
 def policy_to_plain(policy: Policy) -> dict[str, Any]:
     """Returns the policy as dictionaries, lists and strings."""
     return {
         "name": policy.name,
-        "rules": [{"match": rule.pattern, "action": rule.action.name} for rule in policy.rules],
+        "rules": [_rule_to_plain(rule) for rule in policy.rules],
         "default": None if policy.default is None else policy.default.name,
     }
 
@@ -24,9 +26,25 @@ def policy_from_plain(plain: Mapping[str, Any]) -> Policy:
     default = plain["default"]
     return Policy(
         name=plain["name"],
-        rules=tuple(
-            Rule(pattern=rule["match"], action=action_named(rule["action"]))
-            for rule in plain["rules"]
-        ),
+        rules=tuple(_rule_from_plain(rule) for rule in plain["rules"]),
         default=None if default is None else action_named(default),
+    )
+
+
+def _rule_to_plain(rule: Rule) -> dict[str, Any]:
+    positions = {name: getattr(rule, name) for name in _POSITIONS}
+    given = {name: value for name, value in positions.items() if value}
+    return {
+        "match": rule.pattern,
+        "action": rule.action.name,
+        **{name: list(v) if isinstance(v, tuple) else v for name, v in given.items()},
+    }
+
+
+def _rule_from_plain(plain: Mapping[str, Any]) -> Rule:
+    given = {name: plain[name] for name in _POSITIONS if name in plain}
+    return Rule(
+        pattern=plain["match"],
+        action=action_named(plain["action"]),
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()},
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rematic.policy.actions import Action, Keep, Recompute
-from rematic.policy.rules import Rule, match_names
+from rematic.policy.rules import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,6 @@ def resolve(policy: Policy, classes: Mapping[str, str]) -> tuple[Action | None, 
     """
     actions: dict[str, Action | None] = dict.fromkeys(classes, policy.default)
     for rule in policy.rules:
-        for name in match_names(rule.pattern, classes):
+        for name in rule.select(classes):
             actions[name] = rule.action
     return tuple(actions.values())
