@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,15 +31,19 @@ class BatchShape:
 
 
 def default_batch_shape(batch: object) -> BatchShape:
-    """Reads the largest tensor of a batch, integers before floats.
+    """Reads the largest tensor of a batch, token ids before others.
 
-    Integers `(batch, length)` are token ids. Floats `(batch, length, features)` are embeddings,
-    `(batch, features)` have length 1, and `(batch, channels, height, width)` have height x width
-    positions. A batch without tensors counts as one token. `padded` reads `attention_mask`.
+    Integers `(batch, length)` are token ids. (Masks `(batch, 1, length, length)` and positions
+    `(3, batch, length)` are larger, and no measure of the batch.) Without any, floats
+    `(batch, length, features)` are embeddings, `(batch, features)` have length 1, and
+    `(batch, channels, height, width)` have height x width positions. A batch without tensors
+    counts as one token. `padded` reads `attention_mask`.
     """
     tensors = list(iter_leaves(batch))
-    integers = [t for t in tensors if not t.is_floating_point() and t.dim() >= 2]
-    candidates = integers or [t for t in tensors if t.dim() >= 1]
+    whole = [t for t in tensors if not t.is_floating_point() and not t.is_complex()]
+    tokens = [t for t in whole if t.dim() == 2 and t.dtype != torch.bool]
+    floats = [t for t in tensors if t.is_floating_point() and t.dim() >= 1]
+    candidates = tokens or floats or [t for t in whole if t.dim() >= 1]
     if not candidates:
         return BatchShape(batch=1, length=1, padded=False)
     largest = max(candidates, key=torch.Tensor.numel)
@@ -51,7 +56,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
         return int(tensor.shape[0]), 1
     if not tensor.is_floating_point() or tensor.dim() == 3:
         return int(tensor.shape[0]), int(tensor.shape[1])
-    return int(tensor.shape[0]), max(1, tensor[0, 0].numel() if tensor.dim() > 2 else 1)
+    return int(tensor.shape[0]), math.prod(tensor.shape[2:])
 
 
 def _is_padded(batch: object) -> bool:
