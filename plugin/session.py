@@ -55,6 +55,20 @@ class SessionSettings:
     """Takes the decisions."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """A change of policy that was asked for and waits for a boundary."""
+
+    event: str
+    """Its kind in the journal."""
+
+    reason: str
+    """Why."""
+
+    make: Callable[[History, int], History]
+    """Returns the history after it, given the one before it and the number of the micro-batch."""
+
+
 class Session:
     """Plans each step, watches it, learns from it, and can always go back.
 
@@ -82,7 +96,7 @@ class Session:
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._costs = Costs()
         self._step: OpenStep | None = None
-        self._pending: list[Callable[[], None]] = []
+        self._pending: list[_Change] = []
         self._at_boundary = True
         self._actions = resolve(policy, engine.classes)
         entry = HistoryEntry(policy=policy, step=0, reason="the first policy")
@@ -90,8 +104,8 @@ class Session:
         self._plan = Plan(actions=tuple(action or Recompute() for action in self._actions))
         engine.apply(self._plan)
         self._boundaries: list[OptimizerBoundary] = []
-        self.add_optimizers(*optimizers)
         self._write_attach()
+        self.add_optimizers(*optimizers)
 
     @property
     def policy(self) -> Policy:
@@ -217,8 +231,11 @@ class Session:
         """
         policy = policy_named(to)
         resolve(policy, self._engine.classes)
-        control.switched(self._history, policy, step=self.num_steps, reason=reason)
-        self._when_at_boundary(lambda: self._switch(policy, reason))
+        self._ask(
+            "switch",
+            reason,
+            lambda history, step: control.switched(history, policy, step=step, reason=reason),
+        )
 
     def rollback(self, *, steps: int = 1, reason: str = "by call") -> None:
         """Goes back to the policy that was in force `steps` switches ago, at the next boundary.
@@ -226,19 +243,21 @@ class Session:
         Raises:
             ValueError: If there were not so many switches, or the policy in force is pinned.
         """
-        control.rolled_back(self._history, steps=steps)
-        self._when_at_boundary(lambda: self._rollback(steps, reason))
+        self._ask("rollback", reason, lambda history, _: control.rolled_back(history, steps=steps))
 
     def pin(self, to: str | Policy, *, reason: str = "by call") -> None:
         """Puts a policy in force, at the next boundary, and keeps it until `unpin`."""
         policy = policy_named(to)
         resolve(policy, self._engine.classes)
-        self._when_at_boundary(lambda: self._pin(policy, reason))
+        self._ask(
+            "pin",
+            reason,
+            lambda history, step: control.pinned(history, policy, step=step, reason=reason),
+        )
 
     def unpin(self) -> None:
-        """Lets the policy change again."""
-        self._history = control.unpinned(self._history)
-        self._write_change("unpin", before=self.policy, reason="by call")
+        """Lets the policy change again, from the next boundary on."""
+        self._ask("unpin", "by call", lambda history, _: control.unpinned(history))
 
     def report(self) -> str:
         """Returns a table of what was declared and what was measured, unit by unit."""
@@ -288,6 +307,7 @@ class Session:
     def _request(self, shape: BatchShape) -> StepRequest:
         return StepRequest(
             tokens=shape.tokens,
+            length=shape.length,
             unit_classes=tuple(self._engine.classes.values()),
             actions=self._actions,
             in_use_bytes=self.probe.allocated_bytes(),
@@ -308,40 +328,24 @@ class Session:
             return contextlib.nullcontext()
         return OpRetry(lambda wanted, _: self._engine.ledger.evict(wanted).bytes_freed)
 
+    def _ask(self, event: str, reason: str, make: Callable[[History, int], History]) -> None:
+        """Changes the history at the next boundary; refuses at once what could not be done then."""
+        change = _Change(event=event, reason=reason, make=make)
+        history = self._history
+        for earlier in (*self._pending, change):
+            history = earlier.make(history, self.num_steps)
+        self._pending.append(change)
+        if self._at_boundary:
+            self._pass_boundary()
+
     def _pass_boundary(self) -> None:
         self._at_boundary = True
         pending, self._pending = self._pending, []
         for change in pending:
-            change()
-
-    def _when_at_boundary(self, change: Callable[[], None]) -> None:
-        if self._at_boundary:
-            change()
-        else:
-            self._pending.append(change)
-
-    def _switch(self, policy: Policy, reason: str) -> None:
-        before = self.policy
-        self._put_in_force(
-            control.switched(self._history, policy, step=self.num_steps, reason=reason)
-        )
-        self._write_change("switch", before=before, reason=reason)
-
-    def _rollback(self, steps: int, reason: str) -> None:
-        before = self.policy
-        self._put_in_force(control.rolled_back(self._history, steps=steps))
-        self._write_change("rollback", before=before, reason=reason)
-
-    def _pin(self, policy: Policy, reason: str) -> None:
-        before = self.policy
-        self._put_in_force(
-            control.pinned(self._history, policy, step=self.num_steps, reason=reason)
-        )
-        self._write_change("pin", before=before, reason=reason)
-
-    def _put_in_force(self, history: History) -> None:
-        self._history = history
-        self._actions = resolve(history.current, self._engine.classes)
+            before = self.policy
+            self._history = change.make(self._history, self.num_steps)
+            self._actions = resolve(self.policy, self._engine.classes)
+            self._write_change(change.event, before=before, reason=change.reason)
 
     def _write_change(self, event: str, *, before: Policy, reason: str) -> None:
         self.settings.journal.write(

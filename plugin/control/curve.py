@@ -12,7 +12,7 @@ _BUCKETS_PER_DOUBLING = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Measured points, linear between them; the largest value of each bucket of lengths."""
+    """Measured points, linear between them; the newest of each bucket of lengths."""
 
     points: tuple[tuple[int, int], ...] = ()
     """(tokens, bytes), ascending in tokens."""

@@ -18,6 +18,7 @@ def costs_to_plain(costs: Costs) -> dict[str, Any]:
         "unit_transient": _points(costs.unit_transient),
         "head_transient": _points(costs.head_transient),
         "backward_transient": _points(costs.backward_transient),
+        "longest": costs.longest,
         "margin_bytes": costs.margin_bytes,
     }
 
@@ -29,6 +30,7 @@ def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
         unit_transient=_curve(plain["unit_transient"]),
         head_transient=_curve(plain["head_transient"]),
         backward_transient=_curve(plain["backward_transient"]),
+        longest=plain["longest"],
         margin_bytes=plain["margin_bytes"],
     )
 

@@ -33,12 +33,23 @@ class Costs:
     """The same in backward, beyond the gradients that have appeared and what the units before the
     one at work keep."""
 
+    longest: int = 0
+    """Tokens of the longest sequence whose step was watched."""
+
     margin_bytes: int = 0
     """Bytes by which plans fell short lately; they stay free on top of the reserve."""
 
     def kept_curve(self, unit_class: str) -> Curve:
         """Returns what is known of a class of units."""
         return dict(self.kept).get(unit_class, Curve())
+
+    def cover(self, *, tokens: int, length: int) -> bool:
+        """Returns whether a batch of nearly that shape was measured in forward and in backward.
+
+        As many tokens in longer sequences need more: attention grows with the square of a length.
+        """
+        curves = (self.unit_transient, self.head_transient, self.backward_transient)
+        return length <= 1.1 * self.longest and all(curve.covers(tokens) for curve in curves)
 
     def working_set(self, tokens: int) -> WorkingSet | None:
         """Returns what a step needs beside kept units, None before the first watched one."""
@@ -80,6 +91,9 @@ class StepRequest:
 
     tokens: int
     """Batch size x length."""
+
+    length: int
+    """Tokens of each sequence."""
 
     unit_classes: tuple[str, ...]
     """Class of each unit, in order."""
@@ -154,7 +168,7 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
     actions = [a if a is not None else c for a, c in zip(request.actions, chosen, strict=True)]
     plan = Plan(actions=tuple(actions))
     peak = _predicted_peak(request, plan, sizes, working)
-    known = costs.head_transient.covers(request.tokens)
+    known = costs.cover(tokens=request.tokens, length=request.length)
     risky = limit is not None and (
         peak is None or not known or peak > RISKY_SHARE * (request.budget_bytes or 0)
     )
@@ -175,6 +189,9 @@ class StepOutcome:
 
     tokens: int
     """Batch size x length."""
+
+    length: int
+    """Tokens of each sequence."""
 
     kept_bytes: tuple[tuple[str, int], ...]
     """(class, bytes held at the end of forward) of the units that were held and measured."""
@@ -200,6 +217,7 @@ def learn(costs: Costs, outcome: StepOutcome) -> Costs:
     tokens = outcome.tokens
     # A shortfall raises the margin at once; without one it fades.
     margin = max(outcome.missing_bytes, costs.margin_bytes * 7 // 8)
+    watched = outcome.head_transient_bytes is not None
     return replace(
         costs,
         kept=tuple(kept.items()),
@@ -208,6 +226,7 @@ def learn(costs: Costs, outcome: StepOutcome) -> Costs:
         backward_transient=_updated(
             costs.backward_transient, tokens, outcome.backward_transient_bytes
         ),
+        longest=max(costs.longest, outcome.length) if watched else costs.longest,
         margin_bytes=margin,
     )
 
