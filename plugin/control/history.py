@@ -56,10 +56,10 @@ def rolled_back(history: History, *, steps: int) -> History:
     """
     available = len(history.entries) - 1
     if not 1 <= steps <= available:
-        raise ValueError(
-            f"cannot roll back {steps} switches: expected a number from 1 to {available}, the "
-            f"switches so far{'' if available else ' (none: the first policy is in force)'}."
-        )
+        expected = f"expected a number from 1 to {available}, the switches so far"
+        if not available:
+            expected = f"there were none, {history.current.name!r} is the first policy"
+        raise ValueError(f"cannot roll back {steps} switches: {expected}.")
     _refuse_if_pinned(history, f"roll back {steps} switches")
     return replace(history, entries=history.entries[:-steps])
 
