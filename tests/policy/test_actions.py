@@ -1,0 +1,20 @@
+"""Actions by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from rematic.policy import ACTIONS, Keep, Recompute, action_named
+
+
+def test_every_action_is_found_by_its_name() -> None:
+    assert action_named("keep") == Keep()
+    assert action_named("recompute") == Recompute()
+    assert {name: action_named(name).name for name in ACTIONS} == {name: name for name in ACTIONS}
+
+
+def test_an_unknown_action_lists_those_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"^unknown action 'drop': expected one of keep, recompute\.$"
+    ):
+        action_named("drop")
