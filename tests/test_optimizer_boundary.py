@@ -1,0 +1,190 @@
+"""An optimizer's step: wrapped on the instance, covered by the retry, followed by a boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rematic
+from rematic.memory import SimulatedProbe
+from rematic.optimizer_boundary import OptimizerBoundary
+from tests.activations.blocks import make_input, make_model
+
+
+class Log:
+    """What happened, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        self.events.append("guard")
+        try:
+            yield
+        finally:
+            self.events.append("unguard")
+
+    def on_step(self) -> None:
+        self.events.append("boundary")
+
+
+def _parameter() -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return parameter
+
+
+def _boundary(optimizer: torch.optim.Optimizer, log: Log) -> OptimizerBoundary:
+    return OptimizerBoundary(optimizer, guard=log.guard, on_step=log.on_step)
+
+
+def test_a_step_is_guarded_and_followed_by_a_boundary() -> None:
+    log, parameter = Log(), _parameter()
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    _boundary(optimizer, log)
+    assert optimizer.step() is None
+    assert log.events == ["guard", "unguard", "boundary"]
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("as_keyword", [True, False], ids=["closure=", "closure"])
+def test_a_closure_runs_once_before_the_guard(as_keyword: bool) -> None:
+    log, parameter = Log(), _parameter()
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    _boundary(optimizer, log)
+
+    def closure() -> float:
+        log.events.append(f"closure, gradients {torch.is_grad_enabled()}")
+        return 3.0
+
+    with torch.no_grad():
+        result = optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+    assert result == 3.0
+    assert log.events == ["closure, gradients True", "guard", "unguard", "boundary"]
+
+
+def test_an_optimizer_that_calls_its_closure_often_is_left_to_it() -> None:
+    log, parameter = Log(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.LBFGS([parameter], max_iter=4)
+    _boundary(optimizer, log)
+
+    def closure() -> torch.Tensor:
+        log.events.append("closure")
+        optimizer.zero_grad()
+        loss = (parameter - 3).pow(4).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert log.events.count("closure") > 1
+    assert log.events[-1] == "boundary"
+    assert "guard" not in log.events
+
+
+def test_a_step_that_fails_is_no_boundary() -> None:
+    log = Log()
+    optimizer = torch.optim.SGD([_parameter()], lr=0.5)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("hook")
+
+    optimizer.register_step_pre_hook(fail)
+    _boundary(optimizer, log)
+    with pytest.raises(KeyError, match="hook"):
+        optimizer.step()
+    assert log.events == ["guard", "unguard"]
+
+
+def test_detaching_gives_the_step_back() -> None:
+    optimizer = torch.optim.SGD([_parameter()], lr=0.5)
+    before, own = dict(vars(optimizer)), optimizer.step
+    _boundary(optimizer, Log()).detach()
+    assert dict(vars(optimizer)) == before
+    assert optimizer.step == own
+
+
+def test_a_step_replaced_before_is_given_back() -> None:
+    optimizer, calls = torch.optim.SGD([_parameter()], lr=0.5), []
+    own = optimizer.step
+
+    def patched() -> None:
+        calls.append("patched")
+        own()
+
+    optimizer.step = patched  # type: ignore[assignment, method-assign]
+    log = Log()
+    boundary = _boundary(optimizer, log)
+    optimizer.step()
+    boundary.detach()
+    assert calls == ["patched"]
+    assert log.events[-1] == "boundary"
+    assert vars(optimizer)["step"] is patched
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False], ids=["before", "after"])
+def test_schedulers_work_made_before_or_after(scheduler_first: bool) -> None:
+    """They wrap the step as well, and warn where theirs is gone."""
+    optimizer, log = torch.optim.SGD([_parameter()], lr=0.5), Log()
+
+    def make() -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    scheduler = make() if scheduler_first else None
+    boundary = _boundary(optimizer, log)
+    scheduler = scheduler or make()
+    optimizer.step()
+    scheduler.step()
+    assert log.events == ["guard", "unguard", "boundary"]
+    boundary.detach()
+    optimizer.step()
+    scheduler.step()
+    assert log.events == ["guard", "unguard", "boundary"]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_a_wrapped_optimizer_looks_and_saves_like_itself() -> None:
+    optimizer = torch.optim.AdamW([_parameter()], lr=0.5)
+    signature = inspect.signature(optimizer.step)
+    boundary = _boundary(optimizer, Log())
+    assert type(optimizer) is torch.optim.AdamW
+    assert inspect.signature(optimizer.step).parameters.keys() == signature.parameters.keys()
+    optimizer.step()
+    other = torch.optim.AdamW([_parameter()], lr=0.5)
+    other.load_state_dict(optimizer.state_dict())
+    copied = copy.deepcopy(optimizer)
+    assert "step" not in vars(copied)
+    boundary.detach()
+
+
+def test_a_step_of_the_session_is_covered_while_records_are_there() -> None:
+    """Memory runs out in the optimizer while another graph is alive, whose units can give way."""
+    model, probe = make_model(), SimulatedProbe()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    session = rematic.attach(model, optimizer, policy="keep", budget="1GiB", probe=probe)
+    x = make_input()
+    session.run(lambda x: model(x).backward(), x)
+    kept = model(x)
+    with SimulatedProbe(fail_at_ops=[4]) as failing:
+        optimizer.step()
+    assert failing.num_ooms == 1
+    assert session.evict(1 << 40) < 3 * 128, "one unit gave way"
+    del kept
+    session.detach()
+
+
+def test_a_step_with_nothing_to_evict_passes_the_error_on() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    session = rematic.attach(model, optimizer, policy="keep", budget="1GiB", probe=SimulatedProbe())
+    session.run(lambda x: model(x).backward(), make_input())
+    with pytest.raises(torch.OutOfMemoryError), SimulatedProbe(fail_at_ops=[4]):
+        optimizer.step()
+    session.detach()
