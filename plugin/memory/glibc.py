@@ -127,10 +127,3 @@ def set_parameters(*parameters: MallocParameter) -> bool:
     if library is None or _read_statistics() is None:
         return False
     return all(library.mallopt(p.number, p.value) == 1 for p in parameters)
-
-
-def trim() -> None:
-    """Gives free memory at the top of the heap back to the system."""
-    library = _library()
-    if library is not None and _read_statistics() is not None:
-        library.malloc_trim(0)

@@ -78,12 +78,13 @@ class CappedHeap:
         """
         if self.limit_bytes is not None:
             raise RuntimeError("this heap cap is in force already: expected one `with` per cap")
-        heap = _trimmed_heap(self.over_in_use_bytes)
+        heap = glibc.read_heap()
         if not sys.platform.startswith("linux") or heap is None:
             raise RuntimeError(
                 f"cannot cap the heap of this process: expected Linux with glibc 2.33 or newer as "
                 f"its allocator, this is {sys.platform}. Run without the cap."
             )
+        _warn_of_holes(heap.free_bytes, self.over_in_use_bytes)
         import resource
 
         self._set_limit = resource.setrlimit
@@ -139,21 +140,14 @@ def warm_up_threads() -> None:
     torch.autograd.backward((weight @ weight).sum())
 
 
-def _trimmed_heap(room_bytes: int) -> glibc.HeapStatistics | None:
-    heap = glibc.read_heap()
-    if heap is None or heap.free_bytes <= room_bytes:
-        return heap
-    # What the allocator holds already is out of reach of the limit: give back what can be given.
-    glibc.trim()
-    heap = glibc.read_heap()
-    if heap is not None and heap.free_bytes > room_bytes:
+def _warn_of_holes(free_bytes: int, room_bytes: int) -> None:
+    if free_bytes > room_bytes:
         warnings.warn(
-            f"the heap cap of {format_bytes(room_bytes)} over what is in use cannot hold yet: the "
-            f"allocator already has {format_bytes(heap.free_bytes)} in holes that it may fill. "
-            "Start the cap before the first large step.",
+            f"the heap cap of {format_bytes(room_bytes)} over what is in use cannot hold: the "
+            f"allocator has {format_bytes(free_bytes)} in holes that may be filled. Call "
+            "use_mapping_malloc() when the process starts, which leaves no holes.",
             stacklevel=3,
         )
-    return heap
 
 
 def _data_bytes() -> int:

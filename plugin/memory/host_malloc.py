@@ -17,9 +17,9 @@ def use_caching_malloc() -> bool:
     """Lets glibc keep freed memory for reuse, as a caching allocator does.
 
     Step times are then those of the arithmetic and not of page faults. Not for a heap cap: all
-    blocks share one heap, and glibc asks for room to align each, so that a tensor does not fit
-    into the hole that an equal one left. A step that has 91 MiB in use at its peak fails under a
-    cap of 150 with 113 MiB in holes. Sets parameters for the rest of the process; call it before
+    blocks share one heap, and glibc asks for room to align each, so that a tensor often does not
+    fit into the hole that an equal one left. A step that has 91 MiB in use at its peak fails under
+    a cap of 150 with 113 MiB in holes. Sets parameters for the rest of the process; call it before
     torch allocates. Safe to call twice.
 
     Returns:
@@ -37,9 +37,9 @@ def use_mapping_malloc() -> bool:
     """Gives every block from 256 KiB up a mapping of its own, returned as soon as it is freed.
 
     For a heap cap: there are no holes but those between small blocks, and the same step fits into
-    100 MiB. Steps take about a quarter longer, whatever the policy, since every new tensor faults
-    its pages in. Sets parameters for the rest of the process; call it before torch allocates, in
-    place of `use_caching_malloc`. Safe to call twice.
+    100 MiB. Steps take 35 to 45 % longer, whatever the policy, since every new tensor faults its
+    pages in. Sets parameters for the rest of the process; call it before torch allocates, in place
+    of `use_caching_malloc`. Safe to call twice.
 
     Returns:
         Whether it could; False where glibc 2.33 or newer does not manage the heap.

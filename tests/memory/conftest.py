@@ -1,4 +1,4 @@
-"""Runs code in a process of its own, since allocator and limits hold for a whole process."""
+"""Fixtures of the memory tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any
+
+import pytest
+
+Child = Callable[..., dict[str, Any]]
 
 BEGINNING = """
 import json, sys
@@ -18,6 +23,12 @@ from rematic.memory import *
 def tell(**values):
     print(json.dumps(values), flush=True)
 """
+
+
+@pytest.fixture(scope="session")
+def child() -> Child:
+    """Runs code in a process of its own, since allocator and limits hold for a whole process."""
+    return run_child
 
 
 def run_child(code: str, *, threads: int = 1, seconds: float = 60) -> dict[str, Any]:
