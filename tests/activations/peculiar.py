@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rematic
@@ -582,6 +583,33 @@ def _autocast(cache: bool, *, backward_inside: bool) -> Callable[[nn.ModuleList,
     return drive
 
 
+class ThreeDimensional(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.unsqueeze(0)).squeeze(0)
+
+
+class Passes(TorchDispatchMode):
+    """A mode that changes nothing, as a profiler's or a probe's."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _mode_around_forward(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    x = _input()
+    with Passes():
+        loss = _through(blocks, x).sum()
+    yield _backward(loss, evict)
+
+
+def _mode_around_backward(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    loss = _through(blocks, _input()).sum()
+    with Passes():
+        yield _backward(loss, evict)
+
+
 def _autocast_in_backward_only(blocks: nn.ModuleList, evict: Evict) -> Tensors:
     loss = _through(blocks, _input()).sum()
     with torch.autocast("cpu", torch.bfloat16):
@@ -638,6 +666,8 @@ CASES = (
     Case(name="attention kernel chosen around forward", block=Attends, drive=_attention_kernel),
     Case(name="default dtype around forward", block=MakesTensors, drive=_default_dtype),
     Case(name="default device around forward", block=MakesTensors, drive=_default_device),
+    Case(name="mode around forward", block=ThreeDimensional, drive=_mode_around_forward),
+    Case(name="mode around backward", block=ThreeDimensional, drive=_mode_around_backward),
     Case(name="autocast", block=Block, drive=_autocast(True, backward_inside=False)),
     Case(name="autocast, no cache", block=Block, drive=_autocast(False, backward_inside=False)),
     Case(name="backward in autocast", block=Block, drive=_autocast(True, backward_inside=True)),
