@@ -13,8 +13,15 @@ from rematic.activations import Engine
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
 from rematic.memory import Probe, make_probe, process_overhead_bytes
-from rematic.policy import Policy, Rule, action_named, policy_named
-from rematic.recipes import Recipe, RuleConfig, load_recipe, parse_budget
+from rematic.policy import Action, Policy, Rule, Selective, action_named, policy_named
+from rematic.recipes import (
+    ActionConfig,
+    Recipe,
+    RuleConfig,
+    SelectiveConfig,
+    load_recipe,
+    parse_budget,
+)
 from rematic.session import Journal, Session, SessionSettings
 from rematic.training_tensors import existing_bytes
 
@@ -121,7 +128,7 @@ def _policy(recipe: Recipe) -> Policy:
 def _rule(rule: RuleConfig) -> Rule:
     return Rule(
         pattern=rule.match,
-        action=action_named(rule.action.name),
+        action=_action(rule.action),
         exclude=rule.exclude,
         first=rule.first,
         last=rule.last,
@@ -129,6 +136,12 @@ def _rule(rule: RuleConfig) -> Rule:
         share=_pair(rule.share),
         span=_pair(rule.span),
     )
+
+
+def _action(action: ActionConfig) -> Action:
+    if isinstance(action, SelectiveConfig) and action.save:
+        return Selective(save=action.save)
+    return action_named(action.name)
 
 
 def _pair(values: tuple[int, ...] | None) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 from rematic.activations import Engine, Eviction, OpRetry, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
-from rematic.control import StepDecision, StepOutcome
+from rematic.control import StepDecision, StepOutcome, kept_key
 from rematic.memory import Probe
 from rematic.step_record import StepRecord
 
@@ -94,8 +94,8 @@ class OpenStep:
             tokens=self.shape.tokens,
             length=self.shape.length,
             kept_bytes=tuple(
-                (classes[name], num_bytes)
-                for name, num_bytes in sorted(self.meter.kept.items(), key=lambda kv: kv[1])
+                (kept_key(classes[name], action_name), num_bytes)
+                for (name, action_name), num_bytes in _ascending(self.meter.kept)
             ),
             unit_transient_bytes=self.meter.transient_bytes("unit"),
             head_transient_bytes=self.meter.transient_bytes("head"),
@@ -183,3 +183,8 @@ class _Counts:
             "replays": counts.replays.total(),
             "unit_retries": sum(unit.num_retries for unit in self._engine.units),
         }
+
+
+def _ascending(kept: Mapping[tuple[str, str], int]) -> list[tuple[tuple[str, str], int]]:
+    # the last measurement of a class counts, and that shall be the largest
+    return sorted(kept.items(), key=lambda item: item[1])

@@ -19,5 +19,6 @@ from rematic.recipes.schema import Recipe as Recipe
 from rematic.recipes.schema import RecomputeConfig as RecomputeConfig
 from rematic.recipes.schema import RuleConfig as RuleConfig
 from rematic.recipes.schema import RunConfig as RunConfig
+from rematic.recipes.schema import SelectiveConfig as SelectiveConfig
 from rematic.recipes.schema import TrainingConfig as TrainingConfig
 from rematic.recipes.tree import Origin as Origin

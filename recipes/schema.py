@@ -28,7 +28,7 @@ from rematic.recipes.field_checks import (
 
 Precision: TypeAlias = Literal["fp32", "bf16"]
 ProbeKind: TypeAlias = Literal["auto", "host", "cuda", "simulated"]
-Start: TypeAlias = Literal["planned", "keep", "recompute"]
+Start: TypeAlias = Literal["planned", "keep", "selective", "recompute"]
 OpRetry: TypeAlias = Literal["auto", "always", "never"]
 
 _MAX_SEED = 2**32 - 1
@@ -160,6 +160,19 @@ class KeepConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectiveConfig:
+    """The results of chosen ops stay in memory, the rest is computed again in backward."""
+
+    name: Literal["selective"] = "selective"
+    """Tells the action from the others."""
+    save: tuple[str, ...] = ()
+    """Ops whose results stay, such as matmul or attention; empty (default): the expensive ones."""
+
+    def __post_init__(self) -> None:
+        instances(self, "save", kind=str, remedy="write names of ops such as [matmul, attention]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
     """Activations are dropped in forward and computed again in backward."""
 
@@ -167,7 +180,7 @@ class RecomputeConfig:
     """Tells the action from the others."""
 
 
-ActionConfig: TypeAlias = KeepConfig | RecomputeConfig
+ActionConfig: TypeAlias = KeepConfig | SelectiveConfig | RecomputeConfig
 """What can happen to a unit's activations; a recipe may write `action: keep` for the name alone."""
 
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from rematic.activations.ledger import Ledger
+from rematic.activations.selective import OpSelection
 from rematic.activations.unit import Unit, UnitForward
 from rematic.activations.units import find_units
-from rematic.policy import Keep, Plan
+from rematic.policy import DEFAULT_SAVED, Action, Keep, Plan, Selective
 
 
 class Engine:
@@ -23,12 +24,23 @@ class Engine:
             Unit(name, module, position=i, ledger=self.ledger)
             for i, (name, module) in enumerate(found)
         ]
+        self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
         self.classes = {name: type(module).__name__ for name, module in found}
 
     def apply(self, plan: Plan) -> None:
         """Makes the next records start as the plan says."""
         for unit, action in zip(self.units, plan.actions, strict=True):
             unit.starts_held = isinstance(action, Keep)
+            unit.selection = self._selection(unit.name, action)
+
+    def _selection(self, name: str, action: Action) -> OpSelection | None:
+        if not isinstance(action, Selective):
+            return None
+        key = (name, action.save)
+        if key not in self._selections:
+            asked_for = action.save != DEFAULT_SAVED
+            self._selections[key] = OpSelection(name, action.save, asked_for=asked_for)
+        return self._selections[key]
 
     def detach(self) -> None:
         """Gives every module its own `forward` back. Records still in a graph keep working."""

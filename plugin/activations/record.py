@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from rematic.activations.ambient import capture_ambient
 from rematic.activations.arguments import CallArguments
 from rematic.activations.module_state import ModuleState, version_of
 from rematic.activations.nested import iter_leaves
+from rematic.activations.selective import SelectiveCache
 
 STALE = -2
 """Version of a holder whose tensor was already changed in place when it was evicted."""
@@ -32,6 +33,8 @@ class SlotMetadata:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    storage: weakref.ref[Any] | None = field(compare=False)
+    """The storage it had in forward, None for an external tensor or one without storage."""
 
     def __str__(self) -> str:
         return f"{self.dtype} {tuple(self.shape)} on {self.device}"
@@ -57,6 +60,7 @@ class Record:
         "ambient",
         "arguments",
         "busy",
+        "cache",
         "external_keys",
         "forward",
         "forward_seconds",
@@ -81,12 +85,16 @@ class Record:
         position: int,
         module_state: ModuleState,
         held: bool,
+        cache: SelectiveCache | None = None,
     ) -> None:
         self.name = name
         self.position = position
         self.serial = -1
         self.forward = forward
         self.held = held
+        """Whether saved tensors are held from now on."""
+        self.cache = cache
+        """Results of chosen ops that a replay need not compute again."""
         self.pinned: str | None = None
         """Why the record can never be evicted, None if it can."""
         self.busy = False
@@ -107,10 +115,13 @@ class Record:
 
     def pack(self, tensor: torch.Tensor) -> Holder:
         """Takes one saved tensor from autograd; every saved tensor takes a slot, in order."""
+        if self.cache is not None:
+            self.cache.note_slot()
         holder = Holder()
         holder.record = self
         holder.index = len(self.holders)
-        holder.external = torch_private.storage_key(tensor) in self.external_keys
+        key = torch_private.storage_key(tensor)
+        holder.external = key in self.external_keys
         holder.version = version_of(tensor)
         if holder.external or self.held:
             # detached: an output of the unit would hold its own graph, and with it this holder
@@ -118,7 +129,10 @@ class Record:
         else:
             holder.tensor = None
         self.holders.append(weakref.ref(holder))
-        self.metadata.append(SlotMetadata(tensor.shape, tensor.dtype, tensor.device))
+        storage = None
+        if key is not None and not holder.external:
+            storage = weakref.ref(tensor.untyped_storage())
+        self.metadata.append(SlotMetadata(tensor.shape, tensor.dtype, tensor.device, storage))
         return holder
 
     def live_holders(self) -> list[Holder]:
@@ -138,16 +152,21 @@ class Record:
         if self.pinned is not None or self.busy or not self.lock.acquire(blocking=False):
             return 0
         try:
-            self.held = False
             storages = self._own_storages()
-            for holder in self.live_holders():
-                if holder.tensor is not None and not holder.external:
-                    if version_of(holder.tensor) != holder.version:
-                        holder.version = STALE
-                    holder.tensor = None
+            self.cache = None
+            self.let_go()
             return sum(nbytes for storage, nbytes in storages if storage() is None)
         finally:
             self.lock.release()
+
+    def let_go(self) -> None:
+        """Lets go of every own saved tensor, not of the results kept for a replay."""
+        self.held = False
+        for holder in self.live_holders():
+            if holder.tensor is not None and not holder.external:
+                if version_of(holder.tensor) != holder.version:
+                    holder.version = STALE
+                holder.tensor = None
 
     def read(self, holder: Holder) -> torch.Tensor:
         """Returns the tensor of a filled holder, refusing one that was changed in place."""
@@ -164,14 +183,19 @@ class Record:
 
     def _own_storages(self) -> list[tuple[weakref.ref[Any], int]]:
         found: dict[int, tuple[weakref.ref[Any], int]] = {}
-        for holder in self.live_holders():
-            if holder.tensor is None or holder.external:
-                continue
-            key = torch_private.storage_key(holder.tensor)
+        for tensor in self._own_tensors():
+            key = torch_private.storage_key(tensor)
             if key is not None and key not in found:
-                storage = holder.tensor.untyped_storage()
+                storage = tensor.untyped_storage()
                 found[key] = (weakref.ref(storage), storage.nbytes())
         return list(found.values())
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        for holder in self.live_holders():
+            if holder.tensor is not None and not holder.external:
+                yield holder.tensor
+        if self.cache is not None:
+            yield from self.cache.tensors()
 
 
 def _storage_keys(tensors: list[torch.Tensor]) -> frozenset[int]:

@@ -6,10 +6,12 @@ a replay may fail too, and the replay is then tried again).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import torch
 
+from rematic.activations import torch_private
 from rematic.activations.ambient import applied
 from rematic.activations.module_state import version_of
 from rematic.activations.record import STALE, Record, SlotMetadata
@@ -39,7 +41,7 @@ class _Refill:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.num_slots = 0
-        self.filled: dict[int, torch.Tensor] = {}
+        self.filled: dict[int, tuple[torch.Tensor, int]] = {}
         self.missing = {h.index: h.version for h in record.live_holders() if h.tensor is None}
         self.last = max(self.missing, default=-1)
 
@@ -50,7 +52,7 @@ class _Refill:
         alias = tensor.detach() if tensor.requires_grad else tensor
         if index in self.missing:
             self._refuse_changed(index, tensor)
-            self.filled[index] = alias
+            self.filled[index] = (alias, version_of(tensor))
         if index == self.last:
             raise _EveryHolderFilled
         return alias
@@ -63,7 +65,7 @@ class _Refill:
                 f"tensors its forward saved. {_ADVICE}"
             )
         wanted = metadata[index]
-        found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device)
+        found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device, None)
         if found != wanted:
             raise ReplayError(
                 f"the replay of unit {self.record.name!r} made another tensor at position "
@@ -71,8 +73,13 @@ class _Refill:
             )
 
     def _refuse_changed(self, index: int, tensor: torch.Tensor) -> None:
-        # What the unit makes itself has the same version in the replay as in forward. A tensor from
-        # outside (no argument, parameter or buffer) has not, if somebody changed it in between.
+        # Only a tensor from outside (no argument, parameter or buffer) still has the storage that
+        # it had in forward. Versions of what the unit makes itself prove nothing: linear layers
+        # count differently under a dispatch mode.
+        storage = self.record.metadata[index].storage
+        alive = None if storage is None else storage()
+        if alive is None or alive._cdata != torch_private.storage_key(tensor):
+            return
         if self.missing[index] not in (STALE, version_of(tensor)):
             raise ReplayError(
                 f"cannot replay unit {self.record.name!r}: the tensor it saved at position {index} "
@@ -115,8 +122,9 @@ def _run(record: Record, refill: _Refill) -> None:
     args, kwargs = record.arguments.rebuild()
     with applied(record.ambient), record.module_state.replayed(), torch.enable_grad():
         hooks = torch.autograd.graph.saved_tensors_hooks(refill.pack, _as_packed)
+        cache = contextlib.nullcontext() if record.cache is None else record.cache.replaying()
         try:
-            with hooks:
+            with hooks, cache:
                 record.forward(*args, **kwargs)
         except _EveryHolderFilled:
             return
@@ -135,7 +143,9 @@ def _as_packed(tensor: torch.Tensor) -> torch.Tensor:
 def _fill(record: Record, refill: _Refill) -> None:
     for holder in record.live_holders():
         if holder.index in refill.filled:
-            holder.tensor = refill.filled[holder.index]
+            holder.tensor, version = refill.filled[holder.index]
+            if holder.version != STALE:
+                holder.version = version
 
 
 def _refuse_changed_inputs(record: Record) -> None:

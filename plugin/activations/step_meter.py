@@ -40,8 +40,8 @@ class StepMeter:
         """Bytes in use before the step, None if the probe cannot tell."""
         self.peak_bytes = self.before_bytes
         """Highest reading of the step."""
-        self.kept: dict[str, int] = {}
-        """Bytes that the records of each unit held when its forward ended, by name of unit."""
+        self.kept: dict[tuple[str, str], int] = {}
+        """Bytes held when a unit's forward ended, by name of unit and `keep` or `selective`."""
         self._transients: dict[Phase, int] = {}
 
     def transient_bytes(self, phase: Phase) -> int | None:
@@ -54,8 +54,9 @@ class StepMeter:
 
     def at_unit_end(self, record: Record) -> int | None:
         """Reads memory when a unit's forward has ended; returns the bytes in use."""
-        if record.held:
-            self.kept[record.name] = self.kept.get(record.name, 0) + record.own_bytes()
+        if record.held or record.cache is not None:
+            key = (record.name, "keep" if record.held else "selective")
+            self.kept[key] = self.kept.get(key, 0) + record.own_bytes()
         if self._watched:
             self._resident_bytes = self._ledger.resident_bytes()
             self._gradients_since = self._gradient_bytes() - self._gradients_before

@@ -5,7 +5,10 @@ Delete a function here as soon as torch offers the same in public.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -55,3 +58,16 @@ def default_device_override() -> torch.device | None:
     if context is None and torch._C._len_torch_function_stack() == 0:
         return None
     return torch.get_default_device()
+
+
+def selective_tensors(context: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors that the forward context of torch's selective checkpoint holds.
+
+    Nothing where a later torch keeps them elsewhere: their bytes then do not count as held.
+    """
+    for by_call in getattr(context, "storage", {}).values():
+        for entry in by_call.values():
+            for leaf in tree_leaves(entry):
+                value = getattr(leaf, "val", None)
+                if isinstance(value, torch.Tensor):
+                    yield value

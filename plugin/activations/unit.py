@@ -26,6 +26,7 @@ from rematic.activations.module_state import ModuleState
 from rematic.activations.nested import ContainerContents
 from rematic.activations.record import Record
 from rematic.activations.replay import replaying
+from rematic.activations.selective import OpSelection, SelectiveCache
 from rematic.memory import is_out_of_memory, requested_bytes
 
 _log = logging.getLogger("rematic")
@@ -45,6 +46,8 @@ class Unit:
         self.ledger = ledger
         self.starts_held = False
         """Whether the next records start held (`keep`) or evicted (`recompute`)."""
+        self.selection: OpSelection | None = None
+        """Which results are kept where records start evicted (`selective`), None for none."""
         self.num_forwards = 0
         """Forwards that ran under a record."""
         self.num_retries = 0
@@ -112,6 +115,7 @@ class Unit:
             position=self.position,
             module_state=ModuleState(self.module, self._mutable.get(self.module.training)),
             held=held or filled_cache or self.pinned is not None,
+            cache=self._cache(),
         )
         if filled_cache:
             record.pinned = "it was given a filled key/value cache"
@@ -123,10 +127,17 @@ class Unit:
         self.ledger.open(record)
         return record
 
+    def _cache(self) -> SelectiveCache | None:
+        if self.selection is None or self.starts_held or self.name in self.ledger.recompute_instead:
+            return None
+        return self.selection.open_cache()
+
     def _attempt(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_forwards += 1
         start = time.perf_counter()
-        with recording(), saved_tensors_hooks(record.pack, self.ledger.unpack):
+        hooks = saved_tensors_hooks(record.pack, self.ledger.unpack)
+        cache = contextlib.nullcontext() if record.cache is None else record.cache.recording()
+        with recording(), hooks, cache:
             output = record.forward(*args, **kwargs)
         record.forward_seconds = time.perf_counter() - start
         return output
@@ -141,8 +152,8 @@ class Unit:
             self._pin(record)
         if self.ledger.after_forward is not None:
             self.ledger.after_forward(record)
-        if first and not self.starts_held:
-            record.evict()
+        if first and not self.starts_held and record.pinned is None:
+            record.let_go()
 
     def _pin(self, record: Record) -> None:
         record.pinned = "it changes its input in place"

@@ -15,5 +15,6 @@ from rematic.control.step_plan import Costs as Costs
 from rematic.control.step_plan import StepDecision as StepDecision
 from rematic.control.step_plan import StepOutcome as StepOutcome
 from rematic.control.step_plan import StepRequest as StepRequest
+from rematic.control.step_plan import kept_key as kept_key
 from rematic.control.step_plan import learn as learn
 from rematic.control.step_plan import plan_step as plan_step

@@ -148,7 +148,6 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
     """
     limit = _limit_bytes(request)
     working = costs.working_set(request.tokens)
-    sizes = [costs.kept_curve(name).at(request.tokens) for name in request.unit_classes]
     chosen: list[Action] = [Recompute() for _ in request.actions]
     if limit is None:
         reason = "memory in use or the budget is unknown: the heaviest lossless policy"
@@ -156,7 +155,7 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
         reason = "nothing measured yet: the heaviest lossless policy"
     else:
         free = limit - (request.in_use_bytes or 0) - costs.margin_bytes
-        chosen = _choose(request, working, sizes, free)
+        chosen = _choose(costs, request, working, free)
         num_kept = sum(isinstance(action, Keep) for action in chosen)
         reason = (
             f"{num_kept} of {len(chosen)} units fit into {free:,} bytes (limit {limit:,}, in use "
@@ -167,7 +166,7 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
         reason = "every unit's action is given by the policy"
     actions = [a if a is not None else c for a, c in zip(request.actions, chosen, strict=True)]
     plan = Plan(actions=tuple(actions))
-    peak = _predicted_peak(request, plan, sizes, working)
+    peak = _predicted_peak(costs, request, plan, working)
     known = costs.cover(tokens=request.tokens, length=request.length)
     risky = limit is not None and (
         peak is None or not known or peak > RISKY_SHARE * (request.budget_bytes or 0)
@@ -176,7 +175,7 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
         plan=plan,
         predicted_peak_bytes=peak,
         limit_bytes=limit,
-        needed_after_bytes=_needed_after(plan, sizes, working),
+        needed_after_bytes=_needed_after(costs, request, plan, working),
         armed=risky,
         watched=limit is not None and not known,
         reason=reason,
@@ -194,7 +193,7 @@ class StepOutcome:
     """Tokens of each sequence."""
 
     kept_bytes: tuple[tuple[str, int], ...]
-    """(class, bytes held at the end of forward) of the units that were held and measured."""
+    """(`kept_key`, bytes held at the end of forward) of the units that held something."""
 
     unit_transient_bytes: int | None
     """Highest working set inside a unit's forward; None if the step was not watched."""
@@ -242,7 +241,7 @@ def _updated(curve: Curve, tokens: int, num_bytes: int | None) -> Curve:
 
 
 def _choose(
-    request: StepRequest, working: WorkingSet, sizes: list[int | None], free_bytes: int
+    costs: Costs, request: StepRequest, working: WorkingSet, free_bytes: int
 ) -> list[Action]:
     """Keeps units from the last one on while everything kept fits into `free_bytes`."""
     chosen: list[Action] = [Recompute() for _ in request.actions]
@@ -251,38 +250,47 @@ def _choose(
             continue
         tried = [*chosen[:i], Keep(), *chosen[i + 1 :]]
         actions = [a if a is not None else c for a, c in zip(request.actions, tried, strict=True)]
-        kept = _kept(actions, sizes)
-        if kept is None or working.beside(kept) > free_bytes:
+        kept = _kept(costs, request, actions)
+        if None in kept or working.beside([size or 0 for size in kept]) > free_bytes:
             break
         chosen = tried
     return chosen
 
 
-def _kept(actions: Sequence[Action], sizes: Sequence[int | None]) -> list[int] | None:
-    """Returns what each unit keeps, 0 where it does not, None if that is not known of all."""
-    kept = [
-        size if isinstance(action, Keep) else 0 for action, size in zip(actions, sizes, strict=True)
-    ]
-    return None if None in kept else [size for size in kept if size is not None]
+def kept_key(unit_class: str, action_name: str) -> str:
+    """Returns the name under which the bytes of a class of units under an action are learned."""
+    return unit_class if action_name == Keep.name else f"{unit_class} {action_name}"
+
+
+def _kept(costs: Costs, request: StepRequest, actions: Sequence[Action]) -> list[int | None]:
+    """Returns what each unit keeps, None where that was never measured."""
+    sizes: dict[str, int | None] = {}
+    kept: list[int | None] = []
+    for unit_class, action in zip(request.unit_classes, actions, strict=True):
+        key = kept_key(unit_class, action.name)
+        if key not in sizes:
+            sizes[key] = costs.kept_curve(key).at(request.tokens)
+        kept.append(0 if isinstance(action, Recompute) else sizes[key])
+    return kept
 
 
 def _predicted_peak(
-    request: StepRequest, plan: Plan, sizes: list[int | None], working: WorkingSet | None
+    costs: Costs, request: StepRequest, plan: Plan, working: WorkingSet | None
 ) -> int | None:
-    kept = _kept(plan.actions, sizes)
-    if working is None or kept is None or request.in_use_bytes is None:
+    kept = _kept(costs, request, plan.actions)
+    if working is None or None in kept or request.in_use_bytes is None:
         return None
     at_the_end = request.pending_gradient_bytes + working.last_bytes
-    return request.in_use_bytes + max(working.beside(kept), at_the_end)
+    beside = working.beside([size or 0 for size in kept])
+    return request.in_use_bytes + max(beside, at_the_end)
 
 
 def _needed_after(
-    plan: Plan, sizes: list[int | None], working: WorkingSet | None
+    costs: Costs, request: StepRequest, plan: Plan, working: WorkingSet | None
 ) -> tuple[int, ...]:
     if working is None:
         return (0,) * len(plan.actions)
-    kept = _kept(plan.actions, [size or 0 for size in sizes])
-    assert kept is not None, "no size is unknown here"
+    kept = [size or 0 for size in _kept(costs, request, plan.actions)]
     needed = [working.beside(kept[i + 1 :]) for i in range(len(kept))]
     # after the last unit comes the head, and then its own backward, which finds what it kept
     needed[-1] = max(working.head_bytes, working.unit_bytes - kept[-1])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
+
+from rematic.policy.op_names import DEFAULT_SAVED, parse_op_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,24 +16,46 @@ class Keep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Selective:
+    """The results of expensive ops are kept, the rest is computed again in backward.
+
+    Random ops are never kept, whatever is named: with a kept random op before a recomputed one
+    the generator would not advance, and the second would draw other numbers.
+    """
+
+    name: ClassVar[str] = "selective"
+
+    save: tuple[str, ...] = DEFAULT_SAVED
+    """Ops whose results are kept: short names, aten names, or occurrences of either."""
+
+    def __post_init__(self) -> None:
+        if not self.save:
+            raise ValueError("selective keeps no op: expected at least one, or `recompute`.")
+        for written in self.save:
+            parse_op_name(written)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recompute:
     """Activations are let go in forward and computed again in backward."""
 
     name: ClassVar[str] = "recompute"
 
 
-Action = Keep | Recompute
+Action: TypeAlias = Keep | Selective | Recompute
 
-ACTIONS: dict[str, type[Keep] | type[Recompute]] = {"keep": Keep, "recompute": Recompute}
+ACTIONS: dict[str, type[Keep] | type[Selective] | type[Recompute]] = {
+    action.name: action for action in (Keep, Selective, Recompute)
+}
 """Every action by its name."""
 
 
-def action_named(name: str) -> Action:
+def action_named(name: str, **options: Any) -> Action:
     """Returns the action called `name`.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or it does not take the options.
     """
     if name not in ACTIONS:
         raise ValueError(f"unknown action {name!r}: expected one of {', '.join(ACTIONS)}.")
-    return ACTIONS[name]()
+    return ACTIONS[name](**options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rematic.policy.actions import action_named
+from rematic.policy.actions import Action, action_named
 from rematic.policy.policy import Policy
 from rematic.policy.rules import Rule
 
@@ -17,7 +18,7 @@ def policy_to_plain(policy: Policy) -> dict[str, Any]:
     return {
         "name": policy.name,
         "rules": [_rule_to_plain(rule) for rule in policy.rules],
-        "default": None if policy.default is None else policy.default.name,
+        "default": None if policy.default is None else _action_to_plain(policy.default),
     }
 
 
@@ -27,7 +28,7 @@ def policy_from_plain(plain: Mapping[str, Any]) -> Policy:
     return Policy(
         name=plain["name"],
         rules=tuple(_rule_from_plain(rule) for rule in plain["rules"]),
-        default=None if default is None else action_named(default),
+        default=None if default is None else _action_from_plain(default),
     )
 
 
@@ -36,15 +37,27 @@ def _rule_to_plain(rule: Rule) -> dict[str, Any]:
     given = {name: value for name, value in positions.items() if value}
     return {
         "match": rule.pattern,
-        "action": rule.action.name,
+        "action": _action_to_plain(rule.action),
         **{name: list(v) if isinstance(v, tuple) else v for name, v in given.items()},
     }
 
 
 def _rule_from_plain(plain: Mapping[str, Any]) -> Rule:
-    given = {name: plain[name] for name in _POSITIONS if name in plain}
+    given: dict[str, Any] = {name: plain[name] for name in _POSITIONS if name in plain}
+    for name, value in given.items():
+        given[name] = tuple(value) if isinstance(value, list) else value
     return Rule(
         pattern=plain["match"],
-        action=action_named(plain["action"]),
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()},
+        action=_action_from_plain(plain["action"]),
+        **given,
     )
+
+
+def _action_to_plain(action: Action) -> dict[str, Any]:
+    options = dataclasses.asdict(action)
+    return {"name": action.name, **{k: list(v) for k, v in options.items()}}
+
+
+def _action_from_plain(plain: Mapping[str, Any]) -> Action:
+    options = {name: tuple(value) for name, value in plain.items() if name != "name"}
+    return action_named(plain["name"], **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rematic.policy.actions import Action, Keep, Recompute
+from rematic.policy.actions import Action, Keep, Recompute, Selective
 from rematic.policy.rules import Rule
 
 
@@ -42,12 +42,13 @@ class Plan:
 
 
 KEEP = Policy(name="keep", default=Keep())
+SELECTIVE = Policy(name="selective", default=Selective())
 RECOMPUTE = Policy(name="recompute", default=Recompute())
 PLANNED = Policy(name="planned")
 
-_NAMED = {policy.name: policy for policy in (PLANNED, KEEP, RECOMPUTE)}
+_NAMED = {policy.name: policy for policy in (PLANNED, KEEP, SELECTIVE, RECOMPUTE)}
 
-LADDER = (KEEP, RECOMPUTE)
+LADDER = (KEEP, SELECTIVE, RECOMPUTE)
 """The default ladder, from lightest to heaviest; `planned` moves between its ends."""
 
 

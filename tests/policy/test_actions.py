@@ -15,6 +15,6 @@ def test_every_action_is_found_by_its_name() -> None:
 
 def test_an_unknown_action_lists_those_there_are() -> None:
     with pytest.raises(
-        ValueError, match=r"^unknown action 'drop': expected one of keep, recompute\.$"
+        ValueError, match=r"^unknown action 'drop': expected one of keep, selective, recompute\.$"
     ):
         action_named("drop")

@@ -88,7 +88,7 @@ _RECIPES = st.builds(
     ),
     policy=st.builds(
         PolicyConfig,
-        start=st.sampled_from(["planned", "keep", "recompute"]),
+        start=st.sampled_from(["planned", "keep", "selective", "recompute"]),
         units=st.lists(_FILLED, max_size=3).map(tuple),
         rules=st.lists(_RULES, max_size=3).map(tuple),
         op_retry=st.sampled_from(["auto", "always", "never"]),
