@@ -7,13 +7,14 @@ closure that the optimizer calls, so that nothing of Lightning's own counting is
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from rematic.activations import replaying
 from rematic.attachment import attach
@@ -71,6 +72,12 @@ class LightningDriver:
 
     def attach(self, module: pl.LightningModule) -> None:
         """Attaches for one fit, and takes up the state of its checkpoint."""
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            rank_zero_warn(
+                "training_step(dataloader_iter) fetches its batches itself, after rematic has made "
+                "the plan: every batch counts as one token. Take `batch` instead where lengths "
+                "vary."
+            )
         session = self._attach(module)
         restored, self._restored = self._restored, None
         if restored is not None:

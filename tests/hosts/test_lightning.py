@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,24 @@ def test_a_step_without_a_loss_ends_at_once(runner: Runner, entry: str) -> None:
     fitted = runner.fit(Skips, **runner.entry(entry, policy="recompute", budget=ROOMY))
     fitted.is_same_as(reference)
     assert fitted.session.num_steps == 14
+
+
+@pytest.mark.filterwarnings(
+    "ignore:You are using the `dataloader_iter` step flavor", "ignore:Found `dataloader_iter`"
+)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_step_that_fetches_its_batch_is_warned_of(runner: Runner, entry: str) -> None:
+    class Fetches(Net):
+        def training_step(self, dataloader_iter: Iterator[Any]) -> Any:
+            (x, y), _, _ = next(dataloader_iter)
+            return ((self(x) - y) ** 2).mean()
+
+    reference = runner.fit(Fetches)
+    arguments = runner.entry(entry, policy="recompute", budget=ROOMY)
+    with pytest.warns(UserWarning, match="every batch counts as one token"):
+        fitted = runner.fit(Fetches, **arguments)
+    fitted.is_same_as(reference)
+    assert fitted.session.last_step.tokens == 1
 
 
 class Exchanges(Callback):

@@ -130,11 +130,12 @@ class TwoOptimizers(pl.LightningModule):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("entry", ["strategy", "callback"])
-def test_manual_optimization(runner: Runner, entry: str, policy: str, precision: str) -> None:
-    reference = runner.fit(TwoOptimizers, precision=precision)
-    arguments = runner.entry(entry, policy=policy, budget=ROOMY)
-    fitted = runner.fit(TwoOptimizers, precision=precision, **arguments)
-    fitted.is_same_as(reference)
+def test_manual_optimization(
+    runner: Runner, plain: Any, entry: str, policy: str, precision: str
+) -> None:
+    options = {"module": TwoOptimizers, "precision": precision}
+    fitted = runner.fit(**options, **runner.entry(entry, policy=policy, budget=ROOMY))
+    fitted.is_same_as(plain(**options))
     assert fitted.session.num_steps == 14  # one step covers both backwards
 
 
@@ -154,8 +155,7 @@ class SwitchesOnce(TwoOptimizers):
         return output
 
 
-def test_a_switch_waits_for_the_optimizer(runner: Runner) -> None:
-    reference = runner.fit(TwoOptimizers)
+def test_a_switch_waits_for_the_optimizer(runner: Runner, plain: Any) -> None:
     fitted = runner.fit(SwitchesOnce, **runner.entry("strategy", policy="recompute", budget=ROOMY))
-    fitted.is_same_as(reference)
+    fitted.is_same_as(plain(module=TwoOptimizers, precision="fp32"))
     assert fitted.module.policies[:4] == ["recompute", "recompute", "keep", "keep"]
