@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import weakref
@@ -15,8 +14,6 @@ import torch
 from rematic.activations.record import Holder, Record
 from rematic.activations.replay import replay
 from rematic.memory import is_out_of_memory, requested_bytes
-
-_log = logging.getLogger("rematic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +48,6 @@ class Ledger:
         """Called when a unit's forward has ended."""
         self.at_backward: Callable[[Record], None] | None = None
         """Called when backward comes to a record, before it is replayed if it is evicted."""
-        self.recompute_instead: set[str] = set()
-        """Names of units whose selective replay failed."""
         self._records: list[weakref.ref[Record]] = []
         self._purge_at = 64
         self._num_opened = 0
@@ -115,27 +110,14 @@ class Ledger:
                 return
             except RuntimeError as error:
                 if record.cache is not None:
-                    # Its results are used up in part, or do not fit: compute everything again.
-                    wanted = 0
-                    self._note_selective_failure(record, error)
-                elif not is_out_of_memory(error) or not self._in_order(spare_active=True):
-                    raise
-                else:
+                    wanted = 0  # its results are used up in part: compute everything again
+                elif is_out_of_memory(error) and self._in_order(spare_active=True):
                     wanted = requested_bytes(error)
+                else:
+                    raise
             record.cache = None
             # outside `except`, so that the failed replay is freed before the next one
             self.evict(wanted, spare_active=True)
-
-    def _note_selective_failure(self, record: Record, error: RuntimeError) -> None:
-        if is_out_of_memory(error) or record.name in self.recompute_instead:
-            return
-        self.recompute_instead.add(record.name)
-        _log.warning(
-            "unit %r: results kept by `selective` cannot be used again (%s), probably because an "
-            "op changes one of them in place; the unit is recomputed instead.",
-            record.name,
-            error,
-        )
 
     def _in_order(self, *, spare_active: bool) -> list[Record]:
         sizes = [(record, record.own_bytes()) for record in self.records()]

@@ -68,6 +68,9 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
         after_op: Callable[[], object] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # torch 2.13 loads its compiler at the first op under a mode, which takes a second and
+        # leaves cycles that hold the frames of that op; so let it do that here.
+        torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call] # torch 2.13
         self._relieve = relieve
         self._after_op = after_op
         self._traits: dict[Any, _OpTraits] = {}
@@ -120,6 +123,10 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
         )
         self._traits[func] = traits
         return traits
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Before:

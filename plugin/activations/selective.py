@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from rematic.activations import torch_private
+from rematic.activations.module_state import version_of
 from rematic.policy import OpName, parse_op_name
 
 _log = logging.getLogger("rematic")
@@ -30,6 +31,8 @@ class OpSelection:
         self._names = [parse_op_name(written) for written in save]
         self._asked_for = asked_for
         self._num_needed: int | None = None
+        self.is_useless = False
+        """Whether the unit changes a kept result in place, so that it is recomputed instead."""
 
     def open_cache(self) -> SelectiveCache:
         """Returns an empty cache for one call."""
@@ -65,6 +68,18 @@ class OpSelection:
                     )
         self._num_needed = max(num_needed, self._num_needed or 0)
 
+    def give_up(self, op: str) -> None:
+        """Takes note that the result of `op` is changed in place after it is kept."""
+        if not self.is_useless:
+            self.is_useless = True
+            _log.warning(
+                "unit %r: the result of %s, which selective should keep, is changed in place; the "
+                "unit is recomputed instead. Leave that op out of `save`, or the in-place op out "
+                "of the unit.",
+                self._unit_name,
+                op,
+            )
+
     def _means(self, op: OpName, name: str, before: Counter[str]) -> bool:
         if name not in op.ops:
             return False
@@ -87,7 +102,16 @@ class SelectiveCache:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields what is kept."""
-        return torch_private.selective_tensors(self._in_forward)
+        for _, tensor, _ in torch_private.selective_results(self._in_forward):
+            yield tensor
+
+    def is_usable(self) -> bool:
+        """Returns whether nothing that is kept was changed in place in the meantime."""
+        results = torch_private.selective_results(self._in_forward)
+        mutated = [op for op, tensor, version in results if version_of(tensor) != version]
+        if mutated:
+            self._selection.give_up(mutated[0])
+        return not mutated
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

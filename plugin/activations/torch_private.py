@@ -60,14 +60,17 @@ def default_device_override() -> torch.device | None:
     return torch.get_default_device()
 
 
-def selective_tensors(context: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors that the forward context of torch's selective checkpoint holds.
+def selective_results(context: object) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Yields (op, tensor, its version then) of all that torch's selective checkpoint holds.
 
     Nothing where a later torch keeps them elsewhere: their bytes then do not count as held.
+
+    Args:
+        context: The forward context.
     """
-    for by_call in getattr(context, "storage", {}).values():
+    for op, by_call in getattr(context, "storage", {}).items():
         for entry in by_call.values():
             for leaf in tree_leaves(entry):
                 value = getattr(leaf, "val", None)
                 if isinstance(value, torch.Tensor):
-                    yield value
+                    yield str(op), value, leaf.version

@@ -128,7 +128,7 @@ class Unit:
         return record
 
     def _cache(self) -> SelectiveCache | None:
-        if self.selection is None or self.starts_held or self.name in self.ledger.recompute_instead:
+        if self.selection is None or self.starts_held or self.selection.is_useless:
             return None
         return self.selection.open_cache()
 
@@ -150,6 +150,8 @@ class Unit:
             record.pinned = None
         if record.arguments.mutated_positions():
             self._pin(record)
+        if record.cache is not None and not record.cache.is_usable():
+            record.cache = None
         if self.ledger.after_forward is not None:
             self.ledger.after_forward(record)
         if first and not self.starts_held and record.pinned is None:
