@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def run_in_child(arguments: Sequence[str]) -> int:
 
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
-        children.append(subprocess.Popen([*COMMAND, *arguments]))
+        children.append(subprocess.Popen([*COMMAND, *arguments], env=training_environment()))
         code = children[0].wait()
     finally:
         for number, handler in before.items():
@@ -46,6 +47,16 @@ def run_in_child(arguments: Sequence[str]) -> int:
         return code
     _report_death(-code)
     return SIGNAL_BASE - code
+
+
+def training_environment() -> dict[str, str]:
+    """The environment of a process that trains on a CPU.
+
+    Threads that wait for one another sleep instead of spinning: where other programs use the
+    cores too, spinning halves the speed and more (1,024 tokens of `tiny-cpu` on two busy cores:
+    42 to 131 tokens/s spinning, 208 to 217 sleeping). What the user has set stays.
+    """
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
 def _report_death(number: int) -> None:

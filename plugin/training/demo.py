@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import IO
 
+from rematic.cli.child import training_environment
 from rematic.training.demo_figures import (
     KEPT,
     PLAIN,
@@ -26,12 +27,20 @@ from rematic.training.demo_figures import (
 RECIPE = "tiny-cpu"
 """The recipe that the demo trains."""
 
+SETTINGS = ("data.max_length=768", "memory.budget=448MiB")
+"""What the demo changes of the recipe. The longest document needs 357 MiB recomputed and about
+560 MiB kept, so the budget lies half way; all parts together take some four minutes on two cores.
+"""
+
 PARTS = {
     PLAIN: "plain loop, no cap",
     KEPT: "(a) everything kept, capped",
     "compared": "(b) everything recomputed and (c) rematic, capped",
 }
 """The processes, in order, and what they show."""
+
+COMMAND = (sys.executable, "-m", "rematic.training.demo_child")
+"""Runs one part."""
 
 TICK_SECONDS = 1.0
 """How often the progress is told while nothing happens."""
@@ -69,7 +78,7 @@ def run_demo(overrides: Sequence[str] = (), *, show: Show, recipe: str = RECIPE)
     """Trains the documents each way and compares.
 
     Args:
-        overrides: `key=value` texts that change the recipe.
+        overrides: `key=value` texts that change the recipe, its budget for one.
         show: Is given a line of progress every second or so.
         recipe: The recipe to train.
 
@@ -80,7 +89,7 @@ def run_demo(overrides: Sequence[str] = (), *, show: Show, recipe: str = RECIPE)
     findings = Findings()
     for number, (part, title) in enumerate(PARTS.items(), start=1):
         head, news = f"[{number}/{len(PARTS)}] {title}", "starting"
-        with closing(_follow([part, recipe, *overrides])) as messages:
+        with closing(_follow([part, recipe, *SETTINGS, *overrides])) as messages:
             for seconds, message in messages:
                 if message is not None:
                     findings.add(message)
@@ -143,9 +152,15 @@ def _part(
     arguments: Sequence[str],
 ) -> Iterator[tuple[subprocess.Popen[str], Queue[str | None]]]:
     """One process of the demo and the lines it prints; it never outlives the block."""
-    command = [sys.executable, "-m", "rematic.training.demo_child", *arguments]
+    command = [*COMMAND, *arguments]
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=training_environment(),
+        )
         lines: Queue[str | None] = Queue()
         assert process.stdout is not None  # it is a pipe
         reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)

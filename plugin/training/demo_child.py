@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rematic.cli.exit_codes import INTERRUPTED, USER_ERROR
 from rematic.journal import describe_plan
-from rematic.memory import capped_heap, is_out_of_memory, use_caching_malloc, warm_up_threads
+from rematic.memory import capped_heap, is_out_of_memory, use_mapping_malloc, warm_up_threads
 from rematic.training.demo_figures import (
     KEPT,
     PLAIN,
@@ -56,7 +56,7 @@ class Work:
 
 def main(argv: Sequence[str]) -> int:
     """Runs one part: `plain`, `kept` or `compared`; the other arguments make the recipe."""
-    use_caching_malloc()  # before torch allocates anything
+    use_mapping_malloc()  # before torch allocates anything
     part, name, *overrides = argv
     work = load_work(name, overrides)
     parts: dict[str, Callable[[Work], None]] = {

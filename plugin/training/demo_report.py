@@ -62,6 +62,10 @@ def _remarks(figures: DemoFigures) -> list[str]:
         if way.way in CAPPED_WAYS
         for failure in way.failures[:3]
     ]
+    if not figures.way(KEPT).failures:
+        remarks.append(
+            f"{CAPPED_WAYS[KEPT]} fits into this budget: set memory.budget=... lower to see it fail"
+        )
     if figures.seconds_ratio is not None:
         remarks.append(
             f"time of (c) over (b): {figures.seconds_ratio:.3f} in all; per document median "

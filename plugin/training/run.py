@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rematic.journal import JournalWriter, RunSummary, read_journal, summarize
-from rematic.memory import use_caching_malloc
+from rematic.memory import use_mapping_malloc
 from rematic.recipes import MemoryConfig, Recipe, format_recipe
 from rematic.training.corpus import load_corpus
 from rematic.training.fit import Fit, Job
@@ -50,7 +50,7 @@ def train(
         RuntimeError: The training failed; the run directory says how.
     """
     if recipe.memory.heap_cap:
-        use_caching_malloc()  # before torch allocates a tensor
+        use_mapping_malloc()  # before torch allocates a tensor
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
     job = _prepare(recipe, resume=resume)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -96,3 +97,10 @@ def test_prints_the_ways_side_by_side(figures: DemoFigures) -> None:
         "",
         "time of (c) over (b): 0.778 in all; per document median 0.750, from 0.500 to 1.000",
     ]
+
+
+def test_says_when_everything_fits(figures: DemoFigures) -> None:
+    kept = dataclasses.replace(figures.way("kept"), failures=())
+    ways = tuple(kept if way.way == "kept" else way for way in figures.ways)
+    text = format_demo(dataclasses.replace(figures, ways=ways))
+    assert "(a) everything kept fits into this budget: set memory.budget=... lower" in text
