@@ -76,8 +76,8 @@ def attach(
     elif device.type == "cpu" and first.default is None:
         raise ValueError(
             "no budget for a model on the CPU: expected one, since other programs use the same "
-            "memory. Write for example `rematic.attach(model, budget='8GiB')`, or a fixed policy "
-            "such as `policy='recompute'`."
+            "memory. Write for example `budget='8GiB'` (in the call, the strategy or the recipe's "
+            "`memory`), or take a fixed policy such as `policy='recompute'`."
         )
     engine = Engine(model, chosen.policy.units)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -10,8 +9,38 @@ from typing import Any
 
 import torch
 
+from rematic.activations import OpRetry, StepMeter
+
 Closure = Callable[[], Any]
 """Forward and backward, as an optimizer's step takes them; what it returns is passed through."""
+
+
+class OptimizerGuard:
+    """Covers an update of parameters and state; may be left and entered again.
+
+    Args:
+        retry: The retry at the op, None for none.
+        meter: The meter of a step that is open around the update (manual optimization), which
+            must not take the optimizer's memory for the working set of backward.
+    """
+
+    def __init__(self, retry: OpRetry | None, meter: StepMeter | None) -> None:
+        self._retry = retry
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        """Stops the meter and puts the retry in force."""
+        if self._meter is not None:
+            self._meter.paused = True
+        if self._retry is not None:
+            self._retry.__enter__()  # type: ignore[no-untyped-call] # torch 2.13
+
+    def __exit__(self, *error: object) -> None:
+        """Takes the retry out of force and lets the meter go on."""
+        if self._retry is not None:
+            self._retry.__exit__(*error)  # type: ignore[no-untyped-call] # torch 2.13
+        if self._meter is not None:
+            self._meter.paused = False
 
 
 class OptimizerBoundary:
@@ -27,7 +56,7 @@ class OptimizerBoundary:
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        guard: Callable[[], contextlib.AbstractContextManager[object]],
+        guard: Callable[[], OptimizerGuard],
         on_step: Callable[[], None],
     ) -> None:
         self._optimizer = optimizer
@@ -57,11 +86,9 @@ class OptimizerBoundary:
         ) -> object:
             if not self._active:
                 return self._call(closure, kwargs)
-            guard: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-            if not isinstance(self._optimizer, torch.optim.LBFGS):  # it calls its closure often
-                closure, guard = _evaluated(closure), self._guard()
+            guard = self._guard()
             with guard:
-                result = self._call(closure, kwargs)
+                result = self._call(closure and _outside(guard, closure), kwargs)
             self._on_step()
             return result
 
@@ -71,10 +98,18 @@ class OptimizerBoundary:
         return self._original(**kwargs) if closure is None else self._original(closure, **kwargs)
 
 
-def _evaluated(closure: Closure | None) -> Closure | None:
-    """Runs forward and backward first: the guard is for the update alone."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        loss = closure()
-    return lambda: loss
+def _outside(guard: OptimizerGuard, closure: Closure) -> Closure:
+    """Takes forward and backward out of the guard, as often as the optimizer asks for them.
+
+    (Once before the step would do for Adam; LBFGS and sharpness-aware optimizers change the
+    parameters between two calls.)
+    """
+
+    def outside() -> object:
+        guard.__exit__(None, None, None)
+        try:
+            return closure()
+        finally:
+            guard.__enter__()
+
+    return outside

@@ -16,7 +16,7 @@ from rematic.batch_shape import BatchShape
 from rematic.control import Costs, History, HistoryEntry, StepRequest
 from rematic.memory import Probe, is_out_of_memory
 from rematic.open_step import OpenStep
-from rematic.optimizer_boundary import OptimizerBoundary
+from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
 from rematic.policy import LADDER, Plan, Policy, Recompute, policy_named, resolve
 from rematic.session_report import format_session_report
 from rematic.step_record import StepRecord
@@ -323,10 +323,11 @@ class Session:
         step.close()
         return step
 
-    def _optimizer_guard(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.op_retry == "never" or self.budget_bytes is None:
-            return contextlib.nullcontext()
-        return OpRetry(lambda wanted, _: self._engine.ledger.evict(wanted).bytes_freed)
+    def _optimizer_guard(self) -> OptimizerGuard:
+        covered = self.settings.op_retry != "never" and self.budget_bytes is not None
+        retry = OpRetry(lambda wanted, _: self._engine.ledger.evict(wanted).bytes_freed)
+        meter = None if self._step is None else self._step.meter
+        return OptimizerGuard(retry if covered else None, meter)
 
     def _ask(self, event: str, reason: str, make: Callable[[History, int], History]) -> None:
         """Changes the history at the next boundary; refuses at once what could not be done then."""

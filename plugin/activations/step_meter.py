@@ -42,6 +42,8 @@ class StepMeter:
         """Highest reading of the step."""
         self.kept: dict[tuple[str, str], int] = {}
         """Bytes held when a unit's forward ended, by name of unit and `keep` or `selective`."""
+        self.paused = False
+        """Whether readings are left out: an optimizer updates in the middle of the step."""
         self._transients: dict[Phase, int] = {}
 
     def transient_bytes(self, phase: Phase) -> int | None:
@@ -80,8 +82,8 @@ class StepMeter:
     def read(self) -> int | None:
         """Reads memory; called after every op of a watched step. Returns the bytes in use."""
         allocated = self._allocated_bytes()
-        if allocated is None:
-            return None
+        if allocated is None or self.paused:
+            return allocated
         if self.peak_bytes is None or allocated > self.peak_bytes:
             self.peak_bytes = allocated
         if self._watched and self.before_bytes is not None:
