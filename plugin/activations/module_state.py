@@ -37,6 +37,16 @@ class TensorState:
 
 
 @dataclass(slots=True)
+class ParameterState:
+    """One parameter as forward saw it, or what stood in its place (`functional_call`)."""
+
+    home: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(slots=True)
 class ContainerState:
     """One attribute that is a list, dictionary or the like, as forward saw it.
 
@@ -59,7 +69,7 @@ class ModuleState:
         self.tensor_states: list[TensorState] = []
         self.containers: list[ContainerState] = []
         self.generators: list[torch.Generator] = []
-        self.parameters: list[tuple[nn.Parameter, int]] = []
+        self.parameters: list[ParameterState] = []
         for path, part in module.named_modules():
             prefix = f"{path}." if path else ""
             self._read_attributes(part, prefix, mutable)
@@ -67,9 +77,11 @@ class ModuleState:
                 self.tensor_states.append(
                     _tensor_state(part._buffers, name, prefix + name, buffer, mutable)
                 )
-            for parameter in part._parameters.values():
+            for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    self.parameters.append((parameter, version_of(parameter)))
+                    self.parameters.append(
+                        ParameterState(part._parameters, name, parameter, version_of(parameter))
+                    )
 
     def _read_attributes(
         self, part: nn.Module, prefix: str, mutable: frozenset[str] | None
@@ -97,7 +109,7 @@ class ModuleState:
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns parameters, buffers and tensor attributes: external to what the unit computes."""
-        parameters: list[torch.Tensor] = [parameter for parameter, _ in self.parameters]
+        parameters = [state.tensor for state in self.parameters]
         return parameters + [s.tensor for s in self.tensor_states if s.tensor is not None]
 
     def mutated_tensors(self) -> frozenset[str]:
@@ -112,9 +124,9 @@ class ModuleState:
 
     def changed_tensor(self) -> str | None:
         """Describes a parameter or uncloned buffer changed in place since forward, if any."""
-        for parameter, version in self.parameters:
-            if version_of(parameter) != version:
-                return f"parameter of shape {tuple(parameter.shape)}"
+        for parameter in self.parameters:
+            if version_of(parameter.tensor) != parameter.version:
+                return f"parameter of shape {tuple(parameter.tensor.shape)}"
         for state in self.tensor_states:
             tensor = state.tensor
             if state.clone is None and tensor is not None and version_of(tensor) != state.version:
@@ -137,7 +149,11 @@ class ModuleState:
     def replayed(self) -> Iterator[None]:
         """Shows the modules as forward saw them; whatever the body changes is undone."""
         before = [(part, dict(part.__dict__), dict(part._buffers)) for part, _ in self.attributes]
+        replaced = [(p, p.home.get(p.name)) for p in self.parameters]
+        replaced = [(p, present) for p, present in replaced if present is not p.tensor]
         try:
+            for parameter, _ in replaced:
+                parameter.home[parameter.name] = parameter.tensor
             for part, values in self.attributes:
                 restore_plain(part, values)
             for kept in self.containers:
@@ -147,6 +163,8 @@ class ModuleState:
                 state.home[state.name] = shown
             yield
         finally:
+            for parameter, there in replaced:
+                parameter.home[parameter.name] = there
             for part, present, buffers in before:
                 part._buffers.clear()
                 part._buffers.update(buffers)

@@ -515,6 +515,18 @@ def _double_backward(blocks: nn.ModuleList, evict: Evict) -> Tensors:
     yield x.grad
 
 
+def _functional_call(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    """Other weights stand in the modules during forward, and are gone in backward."""
+    names = [name for name, _ in blocks[0].named_parameters()]
+    others = [torch.randn(WIDTH, WIDTH if "weight" in n else 1, requires_grad=True) for n in names]
+    weights = {n: o.squeeze(1) * 0.5 for n, o in zip(names, others, strict=True)}  # no leaves
+    x = _input()
+    for block in blocks:
+        x = torch.func.functional_call(block, weights, (x,))
+    yield _backward(x.sum(), evict)
+    yield from (other.grad for other in others if other.grad is not None)
+
+
 def _retained(blocks: nn.ModuleList, evict: Evict) -> Tensors:
     x = _input()
     for block in blocks:
@@ -661,6 +673,7 @@ CASES = (
     Case(name="autograd.grad inside", block=DifferentiatesInside, drive=_chain),
     Case(name="no_grad inside", block=SwitchesGradientsOff, drive=_chain),
     Case(name="double backward", block=Block, drive=_double_backward),
+    Case(name="functional call", block=Block, drive=_functional_call),
     Case(name="retained graph", block=Drops, drive=_retained),
     Case(name="partial backward", block=Block, drive=_partial),
     Case(name="attention kernel chosen around forward", block=Attends, drive=_attention_kernel),
