@@ -27,7 +27,7 @@ class PlanSummary:
     max_length: int
     """Longest batch, in tokens."""
     seconds: float
-    """Time of those steps together, in seconds."""
+    """Time of forward and backward of those steps together, in seconds."""
     peak_bytes: int | None
     """Highest memory in use of those steps, in bytes; None where the probe could not tell."""
 
@@ -55,9 +55,9 @@ class RunSummary:
     tokens: int
     """Tokens trained."""
     seconds: float
-    """Time of the steps together, in seconds."""
+    """Time of forward and backward of those steps together, in seconds."""
     tokens_per_second: float | None
-    """Tokens trained over the time of the steps."""
+    """Tokens trained over that time."""
     budget_bytes: int | None
     """Bytes that may be in use, in the last step."""
     peak_bytes: int | None

@@ -133,6 +133,7 @@ class Fit:
 
     def _trainer(self, strategy: RecomputeStrategy) -> pl.Trainer:
         recipe = self._job.recipe
+        callbacks = self._callbacks()
         return pl.Trainer(
             accelerator="cpu" if self._on_cpu else "auto",
             devices=1,
@@ -141,11 +142,11 @@ class Fit:
             max_epochs=recipe.training.epochs,
             max_steps=recipe.training.max_steps or -1,
             accumulate_grad_batches=recipe.training.accumulate,
-            callbacks=self._callbacks(),
+            callbacks=callbacks,
             plugins=[CheckpointFile()],
             logger=False,
             enable_checkpointing=False,
-            enable_progress_bar=False,
+            enable_progress_bar=any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks),
             enable_model_summary=False,
         )
 

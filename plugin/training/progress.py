@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     Figures = Callable[[], StepRecord | None]
     """Gives the step that was just finished; None before the first."""
 
+BAR_FORMAT = (
+    "{desc} {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+)
+"""A short bar: the words behind it are what a person reads."""
+
 LINE_INTERVAL_SECONDS = 5.0
 """Least time between two lines where there is no terminal."""
 
@@ -60,7 +65,7 @@ class ProgressBar(TQDMProgressBar):
             dynamic_ncols=True,
             file=sys.stderr,
             smoothing=0,
-            bar_format=self.BAR_FORMAT,
+            bar_format=BAR_FORMAT,
         )
 
     @override

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from pathlib import Path
@@ -30,6 +31,11 @@ TINY = (
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def tiny(*overrides: str) -> Recipe:
@@ -138,6 +144,15 @@ def test_lines_of_progress_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(
         r"epoch 1, document 4 of 4: loss \d\.\d{3}, tokens/s .*policy planned \(", captured.err
     )
+
+
+def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    train(tiny())
+    shown = terminal.getvalue()
+    assert "4/4" in shown
+    assert re.search(r"loss=\d\.\d{3}, tokens/s=.*memory=.* of 64\.0 MiB, policy=planned", shown)
 
 
 @pytest.mark.parametrize(
