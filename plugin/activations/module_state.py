@@ -44,6 +44,7 @@ class ParameterState:
     name: str
     tensor: torch.Tensor
     version: int
+    requires_grad: bool
 
 
 @dataclass(slots=True)
@@ -79,9 +80,7 @@ class ModuleState:
                 )
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    self.parameters.append(
-                        ParameterState(part._parameters, name, parameter, version_of(parameter))
-                    )
+                    self.parameters.append(_parameter_state(part._parameters, name, parameter))
 
     def _read_attributes(
         self, part: nn.Module, prefix: str, mutable: frozenset[str] | None
@@ -151,9 +150,12 @@ class ModuleState:
         before = [(part, dict(part.__dict__), dict(part._buffers)) for part, _ in self.attributes]
         replaced = [(p, p.home.get(p.name)) for p in self.parameters]
         replaced = [(p, present) for p, present in replaced if present is not p.tensor]
+        frozen = [p for p in self.parameters if p.tensor.requires_grad is not p.requires_grad]
         try:
             for parameter, _ in replaced:
                 parameter.home[parameter.name] = parameter.tensor
+            for parameter in frozen:
+                parameter.tensor.requires_grad_(parameter.requires_grad)
             for part, values in self.attributes:
                 restore_plain(part, values)
             for kept in self.containers:
@@ -163,6 +165,8 @@ class ModuleState:
                 state.home[state.name] = shown
             yield
         finally:
+            for parameter in frozen:
+                parameter.tensor.requires_grad_(not parameter.requires_grad)
             for parameter, there in replaced:
                 parameter.home[parameter.name] = there
             for part, present, buffers in before:
@@ -204,6 +208,10 @@ def _refill(kept: ContainerState) -> None:
         container.extend(kept.contents)
     else:
         container.update(kept.contents)
+
+
+def _parameter_state(home: dict[str, Any], name: str, tensor: torch.Tensor) -> ParameterState:
+    return ParameterState(home, name, tensor, version_of(tensor), tensor.requires_grad)
 
 
 def _tensor_state(

@@ -283,6 +283,15 @@ def _frozen_prefix(blocks: nn.ModuleList, evict: Evict) -> Tensors:
     yield from _chain(blocks, evict)
 
 
+def _frozen_before_backward(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    blocks[1].up.requires_grad_(False)
+    loss = _through(blocks, _input()).sum()
+    blocks.requires_grad_(False)
+    blocks[1].up.requires_grad_(True)
+    yield _backward(loss, evict)
+    assert [p.requires_grad for p in blocks[1].parameters()] == [True, True, False, False]
+
+
 class SharesWeights(Block):
     shared = nn.Linear(WIDTH, WIDTH)
 
@@ -649,6 +658,7 @@ CASES = (
     Case(name="leaf input that requires grad", block=Block, drive=_leaf_input),
     Case(name="hand-frozen low-rank", block=LowRank, drive=_low_rank),
     Case(name="frozen prefix", block=Block, drive=_frozen_prefix),
+    Case(name="frozen before backward", block=Block, drive=_frozen_before_backward),
     Case(name="weights shared by units", block=SharesWeights, drive=_shares_weights),
     Case(name="unused branch", block=Block, drive=_unused_branch),
     Case(name="in place", block=InPlace, drive=_chain),
