@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rematic.cli import main
-from rematic.journal import read_journal
+from rematic.journal import read_journal, summarize
 from rematic.memory import glibc
 
 TINY = (
@@ -99,6 +99,28 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     code, _, err = finish(process)
     assert code == 130, err
     assert list(read_journal(run / "journal.jsonl"))[-1]["status"] == "interrupted"
+
+
+@pytest.mark.skipif(glibc.read_heap() is None, reason="the heap cannot be capped here")
+def test_the_cap_is_real_and_a_run_that_meets_it_says_so(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        "model.config.hidden_size=64",
+        "model.config.num_hidden_layers=12",
+        "data.max_documents=3",
+        "memory.budget=32MiB",
+        "policy.start=keep",
+        "policy.op_retry=never",
+    )
+    code, out, err = finish(process)
+    run = Path("runs") / "tiny-cpu"
+    assert (code, out) == (1, "")
+    assert "rematic: training failed: " in err
+    assert "DefaultCPUAllocator: can't allocate memory" in err
+    assert f"(details in {run / 'traceback.txt'})" in err
+    summary = summarize(read_journal(tmp_path / run / "journal.jsonl"))
+    assert (summary.status, summary.batches_lost) == ("failed", 1)
+    assert "can't allocate memory" in (summary.reason or "")
 
 
 def test_an_early_signal_leaves_nothing(tmp_path: Path) -> None:
