@@ -139,7 +139,8 @@ class Session:
         """Covers forward and backward of one micro-batch: plans for it, watches it, learns.
 
         Args:
-            batch: The micro-batch, read for its shape only.
+            batch: The micro-batch, read for its shape only. Without one every step is planned as
+                if it were as long as the last, and armed for the retry at the op.
         """
         self.begin_step(batch)
         try:
@@ -177,13 +178,14 @@ class Session:
         self._plan = decision.plan
         self._at_boundary = False
         mode = self.settings.op_retry
+        armed = armed or decision.armed or shape.tokens <= 1  # a batch that could not be read
         self._step = OpenStep(
             self._engine,
             self.probe,
             decision,
             number=self.num_steps,
             shape=shape,
-            armed=mode == "always" or (mode == "auto" and (armed or decision.armed)),
+            armed=mode == "always" or (mode == "auto" and armed),
             gradient_bytes=lambda: gradient_bytes(self._trainable),
             write=self.settings.journal.write,
         )

@@ -288,6 +288,19 @@ def test_memory_that_cannot_be_found_stops_with_a_report() -> None:
     session.detach()
 
 
+@pytest.mark.parametrize(("given", "armed"), [(True, False), (False, True)])
+def test_a_step_whose_batch_is_not_known_is_armed(given: bool, armed: bool) -> None:
+    """The second of two equal steps is known to fit, if it is known to be equal."""
+    model, x = make_model(), make_input(10)
+    session = rematic.attach(model, policy="keep", budget="1GiB", probe=SimulatedProbe())
+    for _ in range(2):
+        with session.step(x if given else None):
+            model(x).backward()
+    assert session.last_step is not None
+    assert session.last_step.armed is armed
+    session.detach()
+
+
 def test_ending_a_step_that_was_not_begun_is_refused() -> None:
     session = rematic.attach(make_model(), policy="keep")
     with pytest.raises(RuntimeError, match="no step is open: expected `begin_step` before"):
