@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from rematic.cli.exit_codes import SIGNAL_BASE
+from rematic.training.environment import training_environment
 
 COMMAND = (sys.executable, "-m", "rematic.cli")
 """What runs `rematic`."""
@@ -47,16 +47,6 @@ def run_in_child(arguments: Sequence[str]) -> int:
         return code
     _report_death(-code)
     return SIGNAL_BASE - code
-
-
-def training_environment() -> dict[str, str]:
-    """The environment of a process that trains on a CPU.
-
-    Threads that wait for one another sleep instead of spinning: where other programs use the
-    cores too, spinning halves the speed and more (1,024 tokens of `tiny-cpu` on two busy cores:
-    42 to 131 tokens/s spinning, 208 to 217 sleeping). What the user has set stays.
-    """
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
 def _report_death(number: int) -> None:

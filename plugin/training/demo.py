@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import IO
 
-from rematic.cli.child import training_environment
 from rematic.training.demo_figures import (
     KEPT,
     PLAIN,
@@ -23,6 +22,7 @@ from rematic.training.demo_figures import (
     Failure,
     compare,
 )
+from rematic.training.environment import training_environment
 
 RECIPE = "tiny-cpu"
 """The recipe that the demo trains."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rematic.cli.exit_codes import INTERRUPTED, USER_ERROR
 from rematic.journal import describe_plan
 from rematic.memory import capped_heap, is_out_of_memory, use_mapping_malloc, warm_up_threads
 from rematic.training.demo_figures import (
@@ -248,15 +247,11 @@ def _tell(kind: str, **values: object) -> None:
     print(json.dumps({"kind": kind, **values}), flush=True)
 
 
-def _complain(error: ValueError) -> int:
-    _tell("refused", message=str(error))
-    return USER_ERROR
-
-
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except ValueError as error:
-        sys.exit(_complain(error))
+        _tell("refused", message=str(error))
+        sys.exit(1)
     except KeyboardInterrupt:  # the parent says what happened
-        sys.exit(INTERRUPTED)
+        sys.exit(1)
