@@ -21,6 +21,7 @@ from rematic.recipes import (
     SelectiveConfig,
     load_recipe,
     parse_budget,
+    recipe_from_config,
 )
 from rematic.session import Journal, Session, SessionSettings
 from rematic.training_tensors import existing_bytes
@@ -30,7 +31,7 @@ def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
-    recipe: str | Path | Recipe = "auto",
+    recipe: str | Path | Recipe | Mapping[str, Any] = "auto",
     budget: int | float | str | None = None,
     policy: str | Policy | None = None,
     probe: str | Probe | None = None,
@@ -43,7 +44,8 @@ def attach(
         model: The model; the blocks of its repeated stacks become units.
         optimizer: The optimizer (or several): a boundary lies after its step, and the step is
             covered by the retry at the op. Without one every step ends at a boundary.
-        recipe: `auto`, a recipe's name, a path, or a recipe.
+        recipe: `auto`, a recipe's name, a path, a recipe, or a config with a recipe's keys (a
+            mapping, or an OmegaConf config as Hydra gives it).
         budget: Bytes that may be in use, weights and optimizer included: an absolute size such as
             `20GiB`, a share of the device such as 0.9, or `auto`; instead of the recipe's. On a
             CPU it must be given.
@@ -105,9 +107,11 @@ class _NoJournal:
         """Takes nothing down."""
 
 
-def _recipe(recipe: str | Path | Recipe) -> Recipe:
+def _recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
+    if isinstance(recipe, Mapping):
+        return recipe_from_config(recipe)
     return Recipe() if recipe == "auto" else load_recipe(recipe)
 
 

@@ -5,6 +5,7 @@ from rematic.recipes.budget import parse_budget as parse_budget
 from rematic.recipes.describe import format_recipe as format_recipe
 from rematic.recipes.describe import recipe_as_plain as recipe_as_plain
 from rematic.recipes.errors import RecipeError as RecipeError
+from rematic.recipes.from_config import recipe_from_config as recipe_from_config
 from rematic.recipes.loader import load_recipe as load_recipe
 from rematic.recipes.loader import load_recipe_with_origins as load_recipe_with_origins
 from rematic.recipes.recipe_files import list_recipes as list_recipes
