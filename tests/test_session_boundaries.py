@@ -12,7 +12,7 @@ import rematic
 from rematic.policy import KEEP, RECOMPUTE, Keep, Policy, Recompute, Rule
 from tests.activations.blocks import Model, gradients, make_input, make_model
 from tests.activations.parity import same_bits
-from tests.test_session import Events
+from tests.events import Events
 
 
 class Run:

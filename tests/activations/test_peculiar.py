@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.activations import peculiar_arguments, peculiar_autograd, peculiar_state
 from tests.activations.parity import Outcome, attached, differences, read_outcome
-from tests.activations.peculiar import CASES, Case
+from tests.activations.peculiar import Case
+
+CASES = (*peculiar_arguments.CASES, *peculiar_state.CASES, *peculiar_autograd.CASES)
 
 
 def build(case: Case) -> nn.ModuleList:

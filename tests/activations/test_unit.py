@@ -1,12 +1,10 @@
-"""A unit's forward: replaced on the instance, run again when memory runs out, given back."""
+"""A unit's forward: replaced on the instance, passed through or pinned, given back."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import io
 import logging
-import pickle
 from collections import Counter
 from typing import Any
 
@@ -15,15 +13,11 @@ import torch
 from torch import nn
 
 from rematic.activations import Engine
-from rematic.memory import SimulatedProbe
-from tests.activations.blocks import WIDTH, Block, Model, gradients, make_input, make_model
-from tests.activations.families import FAMILIES, LLAMA_SDPA, Family, build_llama
+from tests.activations.blocks import Block, gradients, make_input, make_model
+from tests.activations.families import FAMILIES, Family, build_llama
 from tests.activations.parity import (
-    Outcome,
     attached,
-    differences,
     make,
-    read_outcome,
     run_steps,
     same_bits,
 )
@@ -145,55 +139,6 @@ def test_a_graph_that_is_alive_when_detached_still_gives_its_gradients() -> None
     assert all(same_bits(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
 
 
-# --- copies are plain -----------------------------------------------------------------------------
-
-
-def _pickled(model: nn.Module) -> nn.Module:
-    copied: nn.Module = pickle.loads(pickle.dumps(model))
-    return copied
-
-
-def _saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}
-
-
-@pytest.mark.parametrize("copied_by", COPIES.values(), ids=COPIES.keys())
-def test_a_copy_of_an_attached_model_is_plain(copied_by: Any) -> None:
-    plain = make(LLAMA_SDPA)
-    model = make(LLAMA_SDPA)
-    with attached(model, kept=False) as engine:
-        copied = copied_by(model)
-        run_steps(copied, LLAMA_SDPA, num_batches=1)
-        assert engine.units[0].num_forwards == 0, "the copy calls its own forward"
-        for name, module in copied.named_modules():
-            assert module.forward.__func__ is type(module).forward, name
-            assert module.forward.__self__ is module, name
-        run_steps(model, LLAMA_SDPA, num_batches=1)
-        assert engine.units[0].num_forwards == 1
-    run_steps(plain, LLAMA_SDPA, num_batches=1)
-    for other in (copied, model):
-        assert all(map(same_bits, gradients(other), gradients(plain)))
-    with attached(copied, kept=False) as engine:
-        run_steps(copied, LLAMA_SDPA, num_batches=1)
-        assert engine.ledger.counts.replays.total() == 3
-
-
-def test_a_deep_copy_of_one_block_is_plain() -> None:
-    model = make_model()
-    with attached(model, kept=False):
-        block = copy.deepcopy(model.blocks[1])
-        assert block.forward.__self__ is block
-        state = copy.deepcopy(model.state_dict())
-    assert list(state) == list(model.state_dict())
-
-
 # --- units that cannot be replayed ----------------------------------------------------------------
 
 
@@ -286,126 +231,3 @@ def test_a_model_in_evaluation_mode_with_gradients_is_managed() -> None:
     with attached(model, kept=False) as engine:
         model(make_input()).backward()
     assert engine.ledger.counts.replays.total() == 3
-
-
-# --- retry of a unit's forward --------------------------------------------------------------------
-
-
-class Stateful(Block):
-    """Draws random numbers, updates running statistics, counts, fills a list of its caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.calls = 0
-        self.sizes: list[int] = []
-
-    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        self.calls += 1
-        self.sizes.append(len(x))
-        out = super().forward(nn.functional.dropout(self.norm(x), 0.5))
-        seen.append(out.mean())
-        return torch.tanh(out)
-
-
-class StatefulModel(Model):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        seen: list[torch.Tensor] = []
-        for block in self.blocks:
-            x = block(x, seen)
-        return self.head(x).sum() + torch.stack(seen).sum()
-
-
-def _stateful_steps(kept: Any, probe: SimulatedProbe) -> tuple[Outcome, Engine, list[Any]]:
-    """Two steps; only the forward of the second one is under the probe."""
-    torch.manual_seed(0)
-    model = StatefulModel(Stateful)
-    with attached(model, kept=kept) as engine:
-        model(make_input()).backward()
-        with probe:
-            loss = model(make_input())
-        loss.backward()
-    state = [(block.calls, block.sizes) for block in model.blocks]
-    return read_outcome(model, [loss]), engine, state
-
-
-FAILURES = {"before an op": "fail_at_ops", "after an op": "fail_at_allocations"}
-
-
-@pytest.mark.parametrize("kind", FAILURES.values(), ids=FAILURES.keys())
-@pytest.mark.parametrize("kept", [True, [True, False, True], False], ids=["keep", "mixed", "none"])
-def test_a_forward_that_runs_out_of_memory_runs_again_with_the_same_bits(
-    kept: Any, kind: str
-) -> None:
-    """Every position of a forward pass, with the retry at the op turned off.
-
-    After an op the generator has advanced and the running statistics are updated.
-    """
-    whole = SimulatedProbe()
-    plain, _, state = _stateful_steps(kept, whole)
-    last = whole.num_ops if kind == "fail_at_ops" else whole.num_allocations
-    recovered = stopped = 0
-    for position in range(1, last + 1):
-        try:
-            found, engine, found_state = _stateful_steps(kept, SimulatedProbe(**{kind: [position]}))
-        except torch.OutOfMemoryError:
-            stopped += 1  # outside units, or nothing is held that could be evicted
-            continue
-        recovered += 1
-        assert sum(unit.num_retries for unit in engine.units) == 1
-        assert found_state == state
-        assert differences(found, plain) == [], f"wrong after a failure at {position}"
-    if kept is False:
-        assert recovered == 0
-    else:
-        assert recovered >= 0.6 * last, (recovered, stopped)
-
-
-def test_a_record_that_cannot_be_held_starts_evicted_when_nothing_else_is_left() -> None:
-    """The unit alone is larger than the memory there is; without it held it fits."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(10):
-                x = torch.tanh(x)
-            return self.inner(x)
-
-    model = make_model(Wide, 2)
-    x = make_input(1000, requires_grad=True)
-    one = x.numel() * x.element_size()
-    with attached(model, kept=True) as engine:
-        model(x).backward()
-        with SimulatedProbe() as probe:
-            probe.budget_bytes = 7 * one
-            loss = model(x)
-            probe.budget_bytes = None
-        assert [unit.num_retries for unit in engine.units] == [1, 1]
-        loss.backward()
-    assert engine.ledger.counts.replays == {"blocks.0": 1, "blocks.1": 1}
-
-
-def test_an_error_that_is_no_lack_of_memory_is_not_answered() -> None:
-    class Fails(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    model = make_model(Fails)
-    with attached(model) as engine, pytest.raises(RuntimeError, match="illegal memory access"):
-        model(make_input())
-    assert [unit.num_forwards for unit in engine.units] == [1, 0, 0]
-    assert engine.ledger.records() == []
-
-
-def test_a_unit_that_changed_its_input_is_not_run_again() -> None:
-    class ChangesThenFails(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x.add_(1)
-            raise torch.OutOfMemoryError("out of memory")
-
-    model = make_model(ChangesThenFails, 2)
-    with attached(model), pytest.raises(torch.OutOfMemoryError):
-        model(make_input().clone())

@@ -1,0 +1,265 @@
+"""A plan per batch, under a budget that is really kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rematic
+from rematic.memory import SimulatedProbe
+from rematic.policy import PLANNED
+from rematic.recipes import PolicyConfig, Recipe
+from tests.activations.blocks import make_input, make_model
+from tests.activations.families import build_llama
+from tests.activations.parity import Outcome, differences, read_outcome
+from tests.events import Events
+
+VOCABULARY = 50
+LENGTHS = [32, 32, 32, 16, 64, 64, 64, 32, 8]
+"""Short, shorter, then longer than any before: the first batches of a real run."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _llama(depth: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": depth}
+    return build_llama("sdpa", vocab_size=VOCABULARY, max_position_embeddings=128, **sizes)
+
+
+class Training:
+    """Trains a small Llama on batches of given lengths, attached or plain."""
+
+    def __init__(
+        self, budget_bytes: int | None = None, *, strict: bool = True, **options: Any
+    ) -> None:
+        self.model = _llama()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.probe = SimulatedProbe()
+        self.probe.track([*self.model.parameters(), *self.model.buffers()])
+        self.journal = Events()
+        self.session: rematic.Session | None = None
+        if options:
+            self.session = rematic.attach(
+                self.model,
+                self.optimizer,
+                budget=budget_bytes,
+                probe=self.probe,
+                journal=self.journal,
+                **options,
+            )
+        if strict:  # memory really runs out
+            self.probe.budget_bytes = budget_bytes
+        self.losses: list[torch.Tensor] = []
+        self.peaks: list[int] = []
+
+    def train(self, lengths: list[int]) -> Outcome:
+        generator = torch.Generator().manual_seed(3)
+        torch.manual_seed(1)
+        for length in lengths:
+            ids = torch.randint(0, VOCABULARY, (2, length), generator=generator)
+            with self.probe:
+                self.probe.reset_peak()
+                self.losses.append(self._step(ids))
+                self.peaks.append(self.probe.peak_allocated_bytes)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if self.session is not None:
+                self.records = [event for event in self.journal.events if event["event"] == "step"]
+        outcome = read_outcome(self.model, self.losses)
+        outcome.buffers |= {
+            f"weight {name}": p.detach().clone() for name, p in self.model.named_parameters()
+        }
+        return outcome
+
+    def _step(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward_and_backward(batch: torch.Tensor) -> torch.Tensor:
+            loss = self.model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            return loss.detach()
+
+        if self.session is None:
+            return forward_and_backward(ids)
+        return self.session.run(forward_and_backward, ids)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Outcome, int]:
+    """What nothing attached gives, and its peak."""
+    training = Training()
+    return training.train(LENGTHS), max(training.peaks)
+
+
+@pytest.fixture(scope="module")
+def recomputed(plain: tuple[Outcome, int]) -> int:
+    """The peak with everything recomputed."""
+    training = Training(policy="recompute")
+    assert differences(training.train(LENGTHS), plain[0]) == []
+    return max(training.peaks)
+
+
+# --- planned under a budget -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [1.2, 0.7, 0.4, 0.15, 0.02])
+def test_a_planned_run_keeps_to_its_budget_and_to_the_bits(
+    plain: tuple[Outcome, int], recomputed: int, share: float
+) -> None:
+    """Budgets from more than everything kept down to little more than everything recomputed."""
+    wanted, most = plain
+    budget = recomputed + int(share * (most - recomputed))
+    training = Training(budget, policy="planned")
+    found = training.train(LENGTHS)
+    assert differences(found, wanted) == []
+    assert max(training.peaks) <= budget
+    plans = [record["plan"] for record in training.records]
+    assert plans[0] == {"recompute": 4}, "the first batch runs on the heaviest policy"
+    kept = [plan.get("keep", 0) for plan in plans]
+    assert kept[1] >= 1, "then it relaxes"
+    assert kept[1] >= kept[2] - 1
+    assert kept[-1] == 4, "the shortest batch fits whole"
+    if share > 1:
+        assert kept[1:] == [4] * (len(LENGTHS) - 1)
+        assert sum(record["replays"] for record in training.records[1:]) == 0
+    assert all(record["budget_bytes"] == budget for record in training.records)
+
+
+def test_kept_units_are_the_last_ones(plain: tuple[Outcome, int], recomputed: int) -> None:
+    budget = recomputed + int(0.4 * (plain[1] - recomputed))
+    training = Training(budget, policy="planned")
+    assert training.session is not None
+    training.train([64, 64])
+    names = [action.name for action in training.session.plan.actions]
+    assert names == sorted(names, reverse=True)
+    assert 0 < names.count("keep") < 4
+
+
+def test_memory_that_others_take_is_recovered_at_the_op(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """The device holds less than the budget says: plans do not know it, failing ops do."""
+    training = Training(1 << 30, policy="keep", strict=False)
+    training.probe.budget_bytes = recomputed + int(0.3 * (plain[1] - recomputed))
+    found = training.train(LENGTHS)
+    assert differences(found, plain[0]) == []
+    assert max(training.peaks) <= training.probe.budget_bytes
+    retries = training.journal.of("retry")
+    assert len(retries) == sum(record["op_retries"] for record in training.records) > 3
+    assert {retry["level"] for retry in retries} == {"op"}
+    assert all(retry["bytes_freed"] > 0 and retry["units"] for retry in retries)
+    assert any(retry["where"].startswith("aten.") for retry in retries)
+
+
+def test_without_the_retry_at_the_op_units_run_again(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """Also on the first step, whose every op is watched."""
+    recipe = Recipe(policy=PolicyConfig(op_retry="never"))
+    training = Training(1 << 30, policy="keep", recipe=recipe, strict=False)
+    training.train([32])
+    training.probe.budget_bytes = recomputed + int(0.3 * (plain[1] - recomputed))
+    with contextlib.suppress(torch.OutOfMemoryError):  # the head does not fit
+        training.train([64])
+    assert training.session is not None
+    assert sum(unit.num_retries for unit in training.session._engine.units) > 0
+    assert training.journal.of("retry") == []
+    assert not any(record["armed"] for record in training.records)
+
+
+@pytest.mark.parametrize(("op_retry", "recovers"), [("never", False), ("auto", True)])
+def test_never_means_that_no_op_is_run_again(op_retry: Any, recovers: bool) -> None:
+    """Backward's first op fails in the first step, which is watched in any case."""
+    counting, x = SimulatedProbe(), make_input()
+    with counting:
+        make_model()(x)
+    model, probe = make_model(), SimulatedProbe(fail_at_ops=[counting.num_ops + 1])
+    recipe = Recipe(policy=PolicyConfig(op_retry=op_retry))
+    session = rematic.attach(model, policy="keep", budget="1GiB", probe=probe, recipe=recipe)
+    caught = contextlib.nullcontext() if recovers else pytest.raises(torch.OutOfMemoryError)
+    with caught, probe:
+        session.run(lambda x: model(x).backward(), x)
+    assert probe.num_ooms == 1
+    session.detach()
+
+
+def test_the_journal_tells_the_run(plain: tuple[Outcome, int], recomputed: int) -> None:
+    budget = recomputed + int(0.4 * (plain[1] - recomputed))
+    training = Training(budget, policy="planned")
+    training.train(LENGTHS)
+    (attach,) = training.journal.of("attach")
+    assert attach == {
+        "event": "attach",
+        "units": [f"model.layers.{i}" for i in range(4)],
+        "budget_bytes": budget,
+        "capacity_bytes": None,
+        "probe": "simulated",
+        "policy": "planned",
+        "ladder": ["keep", "selective", "recompute"],
+    }
+    assert [record["step"] for record in training.records] == list(range(len(LENGTHS)))
+    for record, length, peak in zip(training.records, LENGTHS, training.peaks, strict=True):
+        assert (record["batch"], record["length"], record["tokens"]) == (2, length, 2 * length)
+        assert record["policy"] == "planned"
+        assert record["peak_bytes"] <= peak
+        if record["peak_source"] == "op ends":
+            assert record["peak_bytes"] == peak
+        assert record["before"]["allocated_bytes"] > 0
+        assert record["seconds"] > 0
+        assert sum(record["plan"].values()) == 4
+    assert training.session is not None
+    assert training.session.last_step is not None
+    assert training.session.last_step.to_event() == training.records[-1]
+
+
+def test_predictions_are_close_to_the_peaks(plain: tuple[Outcome, int], recomputed: int) -> None:
+    """Batches of a known length: never more than the reserve below what is needed."""
+    for share in (1.2, 0.4):
+        budget = recomputed + int(share * (plain[1] - recomputed))
+        training = Training(budget, policy="planned")
+        training.train([64, 64, 64, 64])
+        for record, peak in zip(training.records[1:], training.peaks[1:], strict=True):
+            predicted = record["predicted_peak_bytes"]
+            if record["evictions"] == 0:
+                assert 0.95 * peak <= predicted <= 1.1 * peak
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_plans_as_the_first_one_did(
+    plain: tuple[Outcome, int], recomputed: int, tmp_path: Any
+) -> None:
+    budget = recomputed + int(0.4 * (plain[1] - recomputed))
+    first = Training(budget, policy="planned")
+    assert first.session is not None
+    first.train([32, 64, 64])
+    first.session.switch("keep")
+    first.session.rollback()
+    first.session.pin("planned", reason="hold")
+    torch.save(first.session.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+
+    second = Training(budget, policy="keep")
+    assert second.session is not None
+    second.session.load_state_dict(state)
+    assert second.session.state_dict() == first.session.state_dict()
+    assert second.session.policy == PLANNED
+    assert second.session.history.pinned
+    second.train([64])
+    (record,) = second.records
+    assert record["step"] == 3
+    assert record["plan"] == first.records[-1]["plan"]
+    assert record["armed"] == first.records[-1]["armed"]
+    with pytest.raises(ValueError, match="pinned"):
+        second.session.switch("keep")
