@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,13 +22,14 @@ class Log:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> Log:
+        return self
+
+    def __enter__(self) -> None:
         self.events.append("guard")
-        try:
-            yield
-        finally:
-            self.events.append("unguard")
+
+    def __exit__(self, *_: object) -> None:
+        self.events.append("unguard")
 
     def on_step(self) -> None:
         self.events.append("boundary")
@@ -56,7 +55,7 @@ def test_a_step_is_guarded_and_followed_by_a_boundary() -> None:
 
 
 @pytest.mark.parametrize("as_keyword", [True, False], ids=["closure=", "closure"])
-def test_a_closure_runs_once_before_the_guard(as_keyword: bool) -> None:
+def test_a_closure_runs_once_outside_the_guard(as_keyword: bool) -> None:
     log, parameter = Log(), _parameter()
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     _boundary(optimizer, log)
@@ -68,10 +67,26 @@ def test_a_closure_runs_once_before_the_guard(as_keyword: bool) -> None:
     with torch.no_grad():
         result = optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
     assert result == 3.0
-    assert log.events == ["closure, gradients True", "guard", "unguard", "boundary"]
+    assert log.events == [
+        *("guard", "unguard", "closure, gradients True"),
+        *("guard", "unguard", "boundary"),
+    ]
 
 
-def test_an_optimizer_that_calls_its_closure_often_is_left_to_it() -> None:
+def test_a_closure_that_fails_leaves_the_guard_closed() -> None:
+    log = Log()
+    optimizer = torch.optim.SGD([_parameter()], lr=0.5)
+    _boundary(optimizer, log)
+
+    def closure() -> float:
+        raise KeyError("forward")
+
+    with pytest.raises(KeyError, match="forward"):
+        optimizer.step(closure)
+    assert log.events == ["guard", "unguard"] * 2
+
+
+def test_an_optimizer_may_call_its_closure_often() -> None:
     log, parameter = Log(), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.LBFGS([parameter], max_iter=4)
     _boundary(optimizer, log)
@@ -84,9 +99,9 @@ def test_an_optimizer_that_calls_its_closure_often_is_left_to_it() -> None:
         return loss
 
     optimizer.step(closure)
-    assert log.events.count("closure") > 1
-    assert log.events[-1] == "boundary"
-    assert "guard" not in log.events
+    calls = log.events.count("closure")
+    assert calls > 1
+    assert log.events == [*["guard", "unguard", "closure"] * calls, "guard", "unguard", "boundary"]
 
 
 def test_a_step_that_fails_is_no_boundary() -> None:
