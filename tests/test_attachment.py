@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a CPU without a budget": (
         lambda: _session(),
         r"^no budget for a model on the CPU: expected one, since other programs use the same "
-        r"memory\. Write for example `budget='8GiB'` .* a fixed policy such as `policy='recompute'`",
+        r"memory\. Write for example `budget='8GiB'` .* a fixed policy such as",
     ),
     "auto on a CPU": (lambda: _session(budget="auto"), "^no budget for a model on the CPU"),
     "a share of what is unknown": (
