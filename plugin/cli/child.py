@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from rematic.cli.exit_codes import SIGNAL_BASE
@@ -36,7 +37,9 @@ def run_in_child(arguments: Sequence[str]) -> int:
 
     before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
-        children.append(subprocess.Popen([*COMMAND, *arguments], env=training_environment()))
+        with _signals_wait():
+            child = subprocess.Popen([*COMMAND, *arguments], env=training_environment())
+            children.append(child)
         code = children[0].wait()
     finally:
         for number, handler in before.items():
@@ -47,6 +50,19 @@ def run_in_child(arguments: Sequence[str]) -> int:
         return code
     _report_death(-code)
     return SIGNAL_BASE - code
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Starts a child in which signals wait until it watches for them, as `StopRequest` does."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _report_death(number: int) -> None:

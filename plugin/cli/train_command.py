@@ -23,16 +23,20 @@ def run_train(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if recipe.memory.heap_cap and not arguments.in_child:
         return run_in_child(_child_arguments(arguments))
-    from rematic.journal import format_summary
     from rematic.training.interrupts import StopRequest
-    from rematic.training.run import train
 
     with StopRequest(notify=_notice) as stop:
+        # An interrupted import leaves modules half made, and errors that lead nowhere.
+        stop.defer("when the libraries are loaded")
+        from rematic.journal import format_summary
+        from rematic.training.run import train
+
+        stop.stop_deferring()
+        stop.raise_if_asked()
         summary = train(recipe, resume=arguments.resume, stop=stop)
-        if arguments.json:
-            print(json.dumps(summary.to_dict(), indent=2))
-        else:
-            print(format_summary(summary))
+        print(
+            json.dumps(summary.to_dict(), indent=2) if arguments.json else format_summary(summary)
+        )
         if summary.status == "finished":
             return DONE
         return SIGNAL_BASE + (stop.signal_number or signal.SIGINT)

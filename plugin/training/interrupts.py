@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class StopRequest:
         self._notify = notify
         self._heard_at_seconds: float | None = None
         self._before: dict[signal.Signals, signal._HANDLER] = {}
+        self._until = ""
         self.deferring = False
         """Whether the first signal waits for a boundary."""
         self.signal_number: int | None = None
@@ -46,6 +48,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            if sys.platform != "win32":  # a parent may have kept them waiting until now
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
     def __exit__(
@@ -57,14 +61,31 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def defer(self) -> None:
+    def defer(self, until: str) -> None:
         """Lets the first signal wait for a boundary, and takes signals back from a host.
 
         (Lightning 2.6 answers SIGTERM itself, in the middle of an accumulation if it must.)
+
+        Args:
+            until: When the boundary comes, for the person who waits for it.
         """
         self.deferring = True
+        self._until = until
         for number in self._before:
             signal.signal(number, self._handle)
+
+    def stop_deferring(self) -> None:
+        """Ends the waiting: the next signal raises."""
+        self.deferring = False
+
+    def raise_if_asked(self) -> None:
+        """Answers a signal that has waited.
+
+        Raises:
+            KeyboardInterrupt: There was one.
+        """
+        if self.signal_number is not None:
+            raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()
@@ -74,6 +95,6 @@ class StopRequest:
         self._heard_at_seconds = now
         self.signal_number = number
         if first and self.deferring:
-            self._notify("stopping after this step; once more stops at once")
+            self._notify(f"stopping {self._until}; once more stops at once")
             return
         raise KeyboardInterrupt

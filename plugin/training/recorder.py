@@ -69,7 +69,7 @@ class RunRecorder(Callback):
         """From here on a signal waits for the next optimizer step."""
         self._optimizer_steps = trainer.global_step
         self._journal.write({"event": "run_start", **self._facts()})
-        self._stop.defer()
+        self._stop.defer("after this step")
 
     @override
     def on_train_batch_start(
@@ -105,7 +105,7 @@ class RunRecorder(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ends the journal; the checkpoint was saved with the last batch."""
-        self._stop.deferring = False
+        self._stop.stop_deferring()
         interrupted = self._stop.signal_number is not None
         self._end("interrupted" if interrupted else "finished", reason=None)
 
@@ -114,7 +114,7 @@ class RunRecorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Ends the journal; the last checkpoint stays as it was."""
-        self._stop.deferring = False
+        self._stop.stop_deferring()
         if self.is_empty and isinstance(exception, (ValueError, KeyboardInterrupt)):
             return  # the folder goes away
         interrupted = isinstance(exception, KeyboardInterrupt)

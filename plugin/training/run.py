@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from pathlib import Path
@@ -39,7 +40,7 @@ def train(
     Args:
         recipe: What to train.
         resume: Directory of a run to go on with; None: a new one.
-        stop: Tells that somebody wants to stop; None: Ctrl-C is watched here.
+        stop: Watches for Ctrl-C already; None: it is watched here.
         show_progress: Whether stderr shows how it goes.
 
     Returns:
@@ -54,7 +55,8 @@ def train(
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
     job = _prepare(recipe, resume=resume)
-    with stop or StopRequest(notify=_notice) as request:
+    watched = StopRequest(notify=_notice) if stop is None else contextlib.nullcontext(stop)
+    with watched as request:
         return _run(job, stop=request, show_progress=show_progress)
 
 

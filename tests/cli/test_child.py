@@ -42,11 +42,24 @@ def test_says_how_the_process_died(
 
 
 @pytest.mark.usefixtures("python")
+def test_signals_wait_until_the_child_watches_for_them() -> None:
+    program = (
+        "import os, signal\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, lambda *_: os._exit(7))\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n"
+        "raise SystemExit(1)\n"
+    )
+    assert run_in_child([program]) == 7
+
+
+@pytest.mark.usefixtures("python")
 def test_hands_signals_on_and_puts_its_handlers_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     program = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGINT, lambda *_: os._exit(7))\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n"
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "time.sleep(30)\n"
     )

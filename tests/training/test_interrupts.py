@@ -32,7 +32,7 @@ def test_the_first_signal_raises_where_nobody_defers() -> None:
 def test_a_deferred_signal_is_only_noted(number: int) -> None:
     told: list[str] = []
     with StopRequest(notify=told.append) as stop:
-        stop.defer()
+        stop.defer("after this step")
         press(number)
         assert stop.signal_number == number
     assert told == ["stopping after this step; once more stops at once"]
@@ -41,7 +41,7 @@ def test_a_deferred_signal_is_only_noted(number: int) -> None:
 def test_a_second_signal_raises_unless_it_is_the_same_key_press() -> None:
     clock = Clock()
     with StopRequest(clock=clock) as stop:
-        stop.defer()
+        stop.defer("after this step")
         press()
         clock.seconds += 0.5
         press()
@@ -53,9 +53,19 @@ def test_a_second_signal_raises_unless_it_is_the_same_key_press() -> None:
 def test_deferring_takes_the_signals_back_from_a_host() -> None:
     with StopRequest() as stop:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a host does
-        stop.defer()
+        stop.defer("after this step")
         press(signal.SIGTERM)
         assert stop.signal_number == signal.SIGTERM
+
+
+def test_a_signal_that_has_waited_is_answered_when_asked_for() -> None:
+    with StopRequest() as stop:
+        stop.raise_if_asked()
+        stop.defer("soon")
+        press()
+        stop.stop_deferring()
+        with pytest.raises(KeyboardInterrupt):
+            stop.raise_if_asked()
 
 
 def test_puts_the_handlers_back() -> None:
