@@ -60,13 +60,15 @@ class DeferredLogits:
         """Returns itself in 32 bits: the loss is computed in 32 bits anyway."""
         return dataclasses.replace(self, dtype=torch.float32)
 
-    def to(self, target: object) -> DeferredLogits:
-        """Returns itself: casts up and moves to where it is are all that models ask for."""
-        if isinstance(target, torch.dtype) and target.is_floating_point:
-            return dataclasses.replace(self, dtype=target)
-        if target == self.device or target == str(self.device):
-            return self
-        return self._refuse(f"to({target!r})")
+    def to(self, *targets: object, **named_targets: object) -> DeferredLogits:
+        """Returns itself: a cast and a move to where it is are all that models ask for."""
+        deferred = self
+        for target in (*targets, *named_targets.values()):
+            if isinstance(target, torch.dtype) and target.is_floating_point:
+                deferred = dataclasses.replace(deferred, dtype=target)
+            elif target not in (self.device, str(self.device)):
+                self._refuse(f"to({target!r})")
+        return deferred
 
     def contiguous(self) -> DeferredLogits:
         """Returns itself."""
@@ -101,7 +103,11 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> DeferredLogits:
         """Answers `torch.tanh(logits)` and the like."""
         name = getattr(func, "__name__", str(func))
