@@ -16,25 +16,18 @@ from torch import nn
 import rematic
 from rematic.hosts.transformers_loss import use_tiled_loss
 from rematic.memory import SimulatedProbe
+from tests.hosts.language_models import (
+    EXPERTS,
+    GPT2,
+    SIZES,
+    VOCABULARY,
+    assert_near,
+    batch,
+    build,
+    llama,
+    step,
+)
 
-transformers = pytest.importorskip("transformers")
-
-VOCABULARY = 40
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
-EXPERTS = {"num_local_experts": 4, "output_router_logits": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -49,42 +42,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-bias": ("Phi", {}),
     "bert-decoder": ("Bert", {"is_decoder": True}),
 }
-
-
-def build(name: str, **changes: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
-    return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
-def llama(**changes: Any) -> nn.Module:
-    return build("Llama", **changes)
-
-
-def batch(length: int = 9) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[0, :4] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
-def step(model: nn.Module, **more: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    output = model(**batch(), **more)
-    output.loss.backward()
-    return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_near(found: Any, wanted: Any, *, limit: float = 2e-6) -> None:
-    (output, gradients), (plain_output, plain_gradients) = found, wanted
-    assert output.loss.dtype == plain_output.loss.dtype
-    assert output.loss.item() == pytest.approx(plain_output.loss.item(), rel=1e-6)
-    assert gradients.keys() == plain_gradients.keys()
-    largest = max(float(g.norm()) for g in plain_gradients.values())
-    for name, gradient in plain_gradients.items():
-        allowed = limit * max(float(gradient.norm()), 0.1 * largest)
-        assert float((gradients[name] - gradient).norm()) <= allowed, name
 
 
 @pytest.mark.parametrize(("name", "changes"), FAMILIES.values(), ids=FAMILIES.keys())
@@ -321,91 +278,3 @@ def test_the_logits_never_exist() -> None:
     others = 2 * vocabulary * SIZES["hidden_size"] * 4 + (1 << 20)
     assert peaks[0] >= 2 * length * row
     assert peaks[1] <= tile_tokens * row + others
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def test_a_model_without_a_head_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="found no language model of transformers with a head in L"
-    ):
-        use_tiled_loss(llama().model)
-    with pytest.raises(ValueError, match="For a model of your own, call `tiled_cross_entropy`"):
-        use_tiled_loss(nn.Linear(2, 2))
-
-
-def test_a_model_that_computes_its_own_loss_is_refused() -> None:
-    config = transformers.T5Config(
-        vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
-    )
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration computes its loss inside its"):
-        use_tiled_loss(transformers.T5ForConditionalGeneration(config))
-
-
-def test_another_loss_is_refused() -> None:
-    def my_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        return logits.sum()
-
-    model = llama()
-    model.loss_function = my_loss
-    with pytest.raises(ValueError, match="the model's loss_function is my_loss: expected one of"):
-        use_tiled_loss(model)
-    assert "forward" not in model.__dict__
-
-
-def test_a_second_switch_is_refused() -> None:
-    model = llama()
-    use_tiled_loss(model)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has a tiled loss already"):
-        use_tiled_loss(model)
-
-
-def test_the_size_of_a_tile_is_checked_at_once() -> None:
-    with pytest.raises(ValueError, match="tile_tokens is 0: expected 1 or more"):
-        use_tiled_loss(llama(), tile_tokens=0)
-
-
-def test_a_forward_that_another_library_replaced_is_refused() -> None:
-    model = llama()
-
-    def own_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        hidden = model.model(input_ids).last_hidden_state
-        return transformers.modeling_outputs.CausalLMOutput(loss=hidden.sum())
-
-    model.forward = own_loss
-    use_tiled_loss(model)
-    with pytest.raises(RuntimeError, match="did not ask its `loss_function` for the loss"):
-        model(**batch())
-
-
-def test_a_forward_that_does_more_with_its_logits_is_refused() -> None:
-    class Shifts(transformers.LlamaForCausalLM):
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-            logits = self.lm_head(self.model(input_ids).last_hidden_state)
-            return self.loss_function(logits[:, :-1], labels[:, 1:], self.vocab_size)
-
-    model = Shifts(transformers.LlamaConfig(**SIZES)).train()
-    use_tiled_loss(model)
-    with pytest.raises(ValueError, match="does `getitem` with its logits before the loss"):
-        model(**batch())
-
-
-@pytest.mark.parametrize("plain", [True, False], ids=["plain head", "other head"])
-def test_a_sharded_head_is_refused(plain: bool) -> None:
-    model = llama()
-    model.lm_head.weight.device_mesh = "what a DTensor has"
-    if not plain:
-        forward = model.lm_head.forward
-        model.lm_head.forward = lambda hidden: forward(hidden)
-    use_tiled_loss(model)
-    with pytest.raises(ValueError, match="the head's weight is a DTensor, sharded over ranks"):
-        model(**batch())
-
-
-def test_a_vocabulary_that_is_not_the_heads_is_refused() -> None:
-    model = llama()
-    model.config.vocab_size = 39
-    use_tiled_loss(model)
-    with pytest.raises(ValueError, match="vocab_size is 39, but the head has 40 rows"):
-        model(**batch())
