@@ -81,7 +81,7 @@ def attach(
             "memory. Write for example `budget='8GiB'` (in the call, the strategy or the recipe's "
             "`memory`), or take a fixed policy such as `policy='recompute'`."
         )
-    engine = Engine(model, chosen.policy.units)
+    engine = Engine(model, chosen.policy.units, scratch_dir=chosen.memory.scratch_dir)
     try:
         return Session(
             model,

@@ -10,14 +10,17 @@ from rematic.recipes.loader import load_recipe as load_recipe
 from rematic.recipes.loader import load_recipe_with_origins as load_recipe_with_origins
 from rematic.recipes.recipe_files import list_recipes as list_recipes
 from rematic.recipes.schema import ActionConfig as ActionConfig
+from rematic.recipes.schema import CompressConfig as CompressConfig
 from rematic.recipes.schema import ControlConfig as ControlConfig
 from rematic.recipes.schema import DataConfig as DataConfig
 from rematic.recipes.schema import KeepConfig as KeepConfig
 from rematic.recipes.schema import MemoryConfig as MemoryConfig
 from rematic.recipes.schema import ModelConfig as ModelConfig
+from rematic.recipes.schema import OffloadConfig as OffloadConfig
 from rematic.recipes.schema import PolicyConfig as PolicyConfig
 from rematic.recipes.schema import Recipe as Recipe
 from rematic.recipes.schema import RecomputeConfig as RecomputeConfig
+from rematic.recipes.schema import RecomputeOffloadConfig as RecomputeOffloadConfig
 from rematic.recipes.schema import RuleConfig as RuleConfig
 from rematic.recipes.schema import RunConfig as RunConfig
 from rematic.recipes.schema import SelectiveConfig as SelectiveConfig

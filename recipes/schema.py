@@ -28,7 +28,9 @@ from rematic.recipes.field_checks import (
 
 Precision: TypeAlias = Literal["fp32", "bf16"]
 ProbeKind: TypeAlias = Literal["auto", "host", "cuda", "simulated"]
-Start: TypeAlias = Literal["planned", "keep", "selective", "recompute"]
+Start: TypeAlias = Literal[
+    "planned", "keep", "selective", "recompute", "recompute+offload", "offload"
+]
 OpRetry: TypeAlias = Literal["auto", "always", "never"]
 
 _MAX_SEED = 2**32 - 1
@@ -134,6 +136,8 @@ class MemoryConfig:
     """Which memory is measured; `auto` (default): that of the model's device."""
     heap_cap: bool = False
     """Whether the runner caps the heap of a CPU run at the budget; default false."""
+    scratch_dir: str | None = None
+    """Folder for tensors that move to disk; None (default): the system's temporary one."""
     reserve: float = 0.05
     """Fraction of the budget that plans leave unused, at least 0 and below 1; default 0.05."""
 
@@ -141,6 +145,7 @@ class MemoryConfig:
         instance(self, "budget", kind=Budget, remedy="make one by parse_budget('700MiB')")
         one_of(self, "probe", choices=get_args(ProbeKind), remedy="write auto where unsure")
         true_or_false(self, "heap_cap")
+        some_text(self, "scratch_dir", optional=True, remedy="write a folder on a fast disk")
         require(
             self,
             "heap_cap",
@@ -180,7 +185,38 @@ class RecomputeConfig:
     """Tells the action from the others."""
 
 
-ActionConfig: TypeAlias = KeepConfig | SelectiveConfig | RecomputeConfig
+@dataclass(frozen=True, kw_only=True)
+class RecomputeOffloadConfig:
+    """As recompute, and the inputs of the units move to host memory or disk until then."""
+
+    name: Literal["recompute+offload"] = "recompute+offload"
+    """Tells the action from the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Activations move to host memory, then to disk (on a CPU at once to disk)."""
+
+    name: Literal["offload"] = "offload"
+    """Tells the action from the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressConfig:
+    """Activations are kept in 8 bits, which is lossy; needs bitsandbytes."""
+
+    name: Literal["compress"] = "compress"
+    """Tells the action from the others."""
+
+
+ActionConfig: TypeAlias = (
+    KeepConfig
+    | SelectiveConfig
+    | RecomputeConfig
+    | RecomputeOffloadConfig
+    | OffloadConfig
+    | CompressConfig
+)
 """What can happen to a unit's activations; a recipe may write `action: keep` for the name alone."""
 
 

@@ -205,7 +205,7 @@ def test_the_journal_tells_the_run(plain: tuple[Outcome, int], recomputed: int) 
         "capacity_bytes": None,
         "probe": "simulated",
         "policy": "planned",
-        "ladder": ["keep", "selective", "recompute"],
+        "ladder": ["keep", "selective", "recompute", "recompute+offload"],
     }
     assert [record["step"] for record in training.records] == list(range(len(LENGTHS)))
     for record, length, peak in zip(training.records, LENGTHS, training.peaks, strict=True):

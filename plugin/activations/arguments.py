@@ -8,6 +8,7 @@ import torch
 
 from rematic.activations.module_state import version_of
 from rematic.activations.nested import iter_leaves, map_leaves
+from rematic.stash import Handle
 
 
 class Argument:
@@ -16,17 +17,30 @@ class Argument:
     (With the tensor, a unit that mutates its input in an aborted step leaks its records for good.)
     """
 
-    __slots__ = ("alias", "requires_grad", "version")
+    __slots__ = ("_alias", "handle", "requires_grad", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.alias = tensor.detach()
+        self._alias: torch.Tensor | None = tensor.detach()
+        self.handle: Handle | None = None
+        """Stands for the tensor where it was moved, None if it was not."""
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
+
+    def tensor(self) -> torch.Tensor:
+        """Returns the tensor, from where it was moved if it was."""
+        if self._alias is not None:
+            return self._alias
+        assert self.handle is not None, "an argument is held, or was moved"
+        return self.handle.get()
+
+    def leave_to(self, handle: Handle) -> None:
+        """Leaves the tensor to where it was moved."""
+        self.handle, self._alias = handle, None
 
     @property
     def mutated(self) -> bool:
         """Whether the tensor was changed in place since the call began."""
-        return version_of(self.alias) != self.version
+        return self._alias is not None and version_of(self._alias) != self.version
 
 
 class CallArguments:
@@ -58,7 +72,7 @@ class CallArguments:
 
         def leaf(argument: Argument) -> torch.Tensor:
             if id(argument) not in leaves:
-                tensor = argument.alias.detach()
+                tensor = argument.tensor().detach()
                 if argument.requires_grad:
                     tensor.requires_grad_()
                 leaves[id(argument)] = tensor

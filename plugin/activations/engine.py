@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from torch import nn
 
 from rematic.activations.ledger import Ledger
 from rematic.activations.selective import OpSelection
+from rematic.activations.stash_places import StashPlaces
 from rematic.activations.unit import Unit, UnitForward
 from rematic.activations.units import find_units
-from rematic.policy import DEFAULT_SAVED, Action, Keep, Plan, Selective
+from rematic.policy import DEFAULT_SAVED, Action, Compress, Keep, Offload, Plan, Selective
 
 
 class Engine:
     """Binds the units of a model, applies plans to them, and undoes both."""
 
-    def __init__(self, model: nn.Module, patterns: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        patterns: Sequence[str] = (),
+        *,
+        scratch_dir: str | Path | None = None,
+    ) -> None:
         _refuse_other_owners(model)
         found = find_units(model, patterns)
         self.ledger = Ledger()
@@ -24,14 +33,17 @@ class Engine:
             Unit(name, module, position=i, ledger=self.ledger)
             for i, (name, module) in enumerate(found)
         ]
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._places = StashPlaces(device, scratch_dir)
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
         self.classes = {name: type(module).__name__ for name, module in found}
 
     def apply(self, plan: Plan) -> None:
         """Makes the next records start as the plan says."""
         for unit, action in zip(self.units, plan.actions, strict=True):
-            unit.starts_held = isinstance(action, Keep)
+            unit.starts_held = isinstance(action, (Keep, Offload, Compress))
             unit.selection = self._selection(unit.name, action)
+            unit.stash = self._places.of(action)
 
     def _selection(self, name: str, action: Action) -> OpSelection | None:
         if not isinstance(action, Selective):
@@ -46,6 +58,7 @@ class Engine:
         """Gives every module its own `forward` back. Records still in a graph keep working."""
         for unit in reversed(self.units):
             unit.restore()
+        self._places.close()
 
 
 def _refuse_other_owners(model: nn.Module) -> None:

@@ -98,9 +98,16 @@ class Ledger:
                 self._active_serial = record.serial
                 if self.at_backward is not None:
                     self.at_backward(record)
+                self._prefetch_before(record)
+            holder.come_back()
             if holder.tensor is None:
                 self._fill(record)
             return record.read(holder)
+
+    def _prefetch_before(self, record: Record) -> None:
+        earlier = [r for r in self.records() if r.stash is not None and r.serial < record.serial]
+        if earlier:
+            max(earlier, key=lambda r: r.serial).prefetch()
 
     def _fill(self, record: Record) -> None:
         self.counts.replays[record.name] += 1

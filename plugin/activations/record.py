@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 
 from rematic.activations import torch_private
 from rematic.activations.ambient import capture_ambient
-from rematic.activations.arguments import CallArguments
+from rematic.activations.arguments import Argument, CallArguments
 from rematic.activations.module_state import ModuleState, version_of
 from rematic.activations.nested import iter_leaves
 from rematic.activations.selective import SelectiveCache
+from rematic.stash import Handle, Stash
 
 STALE = -2
 """Version of a holder whose tensor was already changed in place when it was evicted."""
@@ -43,13 +44,20 @@ class SlotMetadata:
 class Holder:
     """Stands in autograd's graph for one saved tensor."""
 
-    __slots__ = ("__weakref__", "external", "index", "record", "tensor", "version")
+    __slots__ = ("__weakref__", "external", "handle", "index", "record", "tensor", "version")
 
     record: Record
     index: int
     tensor: torch.Tensor | None
+    handle: Handle | None
     external: bool
     version: int
+
+    def come_back(self) -> None:
+        """Takes the tensor back from where it was moved, if it was."""
+        if self.tensor is None and self.handle is not None:
+            self.tensor = self.handle.get()
+            self.version = version_of(self.tensor)
 
 
 class Record:
@@ -74,6 +82,7 @@ class Record:
         "pinned",
         "position",
         "serial",
+        "stash",
     )
 
     def __init__(
@@ -90,6 +99,8 @@ class Record:
         self.name = name
         self.position = position
         self.serial = -1
+        self.stash: Stash | None = None
+        """Where tensors of this record were moved, None if none were."""
         self.forward = forward
         self.held = held
         """Whether saved tensors are held from now on."""
@@ -107,7 +118,7 @@ class Record:
         self.metadata: list[SlotMetadata] = []
         self.module_state = module_state
         self.arguments = CallArguments(*call)
-        tensors = [argument.alias for argument in self.arguments.tensors()]
+        tensors = [argument.tensor() for argument in self.arguments.tensors()]
         tensors += module_state.tensors()
         self.external_keys = _storage_keys(tensors)
         generators = (*module_state.generators, *iter_leaves(call, leaf=torch.Generator))
@@ -123,6 +134,7 @@ class Record:
         key = torch_private.storage_key(tensor)
         holder.external = key in self.external_keys
         holder.version = version_of(tensor)
+        holder.handle = None
         if holder.external or self.held:
             # detached: an output of the unit would hold its own graph, and with it this holder
             holder.tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -167,6 +179,61 @@ class Record:
                 if version_of(holder.tensor) != holder.version:
                     holder.version = STALE
                 holder.tensor = None
+
+    def move(self, stash: Stash) -> int:
+        """Moves every own saved tensor away and returns the bytes whose storage died, measured.
+
+        Raises:
+            StashError: If there is no room; nothing has moved then.
+        """
+        storages = self._own_storages()
+        holders = [h for h in self.live_holders() if h.tensor is not None and not h.external]
+        self._put(stash, [h for h in holders if h.tensor is not None and self._is_fresh(h)])
+        return sum(nbytes for storage, nbytes in storages if storage() is None)
+
+    def move_inputs(self, stash: Stash) -> None:
+        """Moves the inputs that need a gradient, and what was saved of them.
+
+        Others (masks, positions) are shared by all units, and moving them would free nothing.
+
+        Raises:
+            StashError: If there is no room; nothing has moved then.
+        """
+        moved = [argument for argument in self.arguments.tensors() if argument.requires_grad]
+        moved = list({id(argument): argument for argument in moved}.values())
+        keys = {torch_private.storage_key(argument.tensor()) for argument in moved}
+        saved = [
+            holder
+            for holder in self.live_holders()
+            if holder.external
+            and holder.tensor is not None
+            and torch_private.storage_key(holder.tensor) in keys
+            and self._is_fresh(holder)
+        ]
+        self._put(stash, saved, [a for a in moved if not a.mutated])
+
+    def prefetch(self) -> None:
+        """Begins to bring back what was moved, since backward is about to come to this record."""
+        if self.stash is not None:
+            handles = [h.handle for h in self.live_holders() if h.tensor is None]
+            handles += [argument.handle for argument in self.arguments.tensors()]
+            self.stash.prefetch([handle for handle in handles if handle is not None])
+
+    def _put(self, stash: Stash, holders: list[Holder], arguments: Sequence[Argument] = ()) -> None:
+        self.stash = stash
+        tensors = [holder.tensor for holder in holders if holder.tensor is not None]
+        handles = stash.put([*tensors, *(argument.tensor() for argument in arguments)])
+        del tensors
+        for holder, handle in zip(holders, handles, strict=False):
+            if handle is not None:
+                holder.handle, holder.tensor = handle, None
+        for argument, handle in zip(arguments, handles[len(holders) :], strict=True):
+            if handle is not None:
+                argument.leave_to(handle)
+
+    @staticmethod
+    def _is_fresh(holder: Holder) -> bool:
+        return holder.tensor is not None and version_of(holder.tensor) == holder.version
 
     def read(self, holder: Holder) -> torch.Tensor:
         """Returns the tensor of a filled holder, refusing one that was changed in place."""

@@ -42,7 +42,11 @@ class _Refill:
         self.record = record
         self.num_slots = 0
         self.filled: dict[int, tuple[torch.Tensor, int]] = {}
-        self.missing = {h.index: h.version for h in record.live_holders() if h.tensor is None}
+        self.missing = {
+            holder.index: holder.version
+            for holder in record.live_holders()
+            if holder.tensor is None and holder.handle is None
+        }
         self.last = max(self.missing, default=-1)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:

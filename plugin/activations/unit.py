@@ -28,6 +28,7 @@ from rematic.activations.record import Record
 from rematic.activations.replay import replaying
 from rematic.activations.selective import OpSelection, SelectiveCache
 from rematic.memory import is_out_of_memory, requested_bytes
+from rematic.stash import Stash, StashError
 
 _log = logging.getLogger("rematic")
 _state = threading.local()
@@ -48,6 +49,9 @@ class Unit:
         """Whether the next records start held (`keep`) or evicted (`recompute`)."""
         self.selection: OpSelection | None = None
         """Which results are kept where records start evicted (`selective`), None for none."""
+        self.stash: Stash | None = None
+        """Where saved tensors move when a forward has ended, or the inputs of records that start
+        evicted; None for nowhere."""
         self.num_forwards = 0
         """Forwards that ran under a record."""
         self.num_retries = 0
@@ -156,6 +160,22 @@ class Unit:
             self.ledger.after_forward(record)
         if first and not self.starts_held and record.pinned is None:
             record.let_go()
+        if self.stash is not None:
+            self._move(record, self.stash)
+
+    def _move(self, record: Record, stash: Stash) -> None:
+        try:
+            if record.held:
+                record.move(stash)
+            elif not record.arguments.mutated_positions():
+                record.move_inputs(stash)
+            return
+        except RuntimeError as error:
+            if not isinstance(error, StashError) and not is_out_of_memory(error):
+                raise
+            self.note_once(f"its tensors stay, since they could not be moved: {error}")
+        # outside `except`: what is recomputed instead needs no place
+        record.evict()
 
     def _pin(self, record: Record) -> None:
         record.pinned = "it changes its input in place"

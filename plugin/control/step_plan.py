@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rematic.control.curve import Curve
-from rematic.policy import Action, Keep, Plan, Recompute
+from rematic.policy import Action, Keep, Plan, Recompute, Selective
 
 RISKY_SHARE = 0.9
 """A step predicted to use more than this share of the budget is armed for retry at the op."""
@@ -270,7 +270,7 @@ def _kept(costs: Costs, request: StepRequest, actions: Sequence[Action]) -> list
         key = kept_key(unit_class, action.name)
         if key not in sizes:
             sizes[key] = costs.kept_curve(key).at(request.tokens)
-        kept.append(0 if isinstance(action, Recompute) else sizes[key])
+        kept.append(sizes[key] if isinstance(action, (Keep, Selective)) else 0)
     return kept
 
 

@@ -2,8 +2,11 @@
 
 from rematic.policy.actions import ACTIONS as ACTIONS
 from rematic.policy.actions import Action as Action
+from rematic.policy.actions import Compress as Compress
 from rematic.policy.actions import Keep as Keep
+from rematic.policy.actions import Offload as Offload
 from rematic.policy.actions import Recompute as Recompute
+from rematic.policy.actions import RecomputeOffload as RecomputeOffload
 from rematic.policy.actions import Selective as Selective
 from rematic.policy.actions import action_named as action_named
 from rematic.policy.op_names import DEFAULT_SAVED as DEFAULT_SAVED
@@ -14,8 +17,10 @@ from rematic.policy.plain import policy_from_plain as policy_from_plain
 from rematic.policy.plain import policy_to_plain as policy_to_plain
 from rematic.policy.policy import KEEP as KEEP
 from rematic.policy.policy import LADDER as LADDER
+from rematic.policy.policy import OFFLOAD as OFFLOAD
 from rematic.policy.policy import PLANNED as PLANNED
 from rematic.policy.policy import RECOMPUTE as RECOMPUTE
+from rematic.policy.policy import RECOMPUTE_OFFLOAD as RECOMPUTE_OFFLOAD
 from rematic.policy.policy import SELECTIVE as SELECTIVE
 from rematic.policy.policy import Plan as Plan
 from rematic.policy.policy import Policy as Policy

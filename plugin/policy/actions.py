@@ -42,10 +42,32 @@ class Recompute:
     name: ClassVar[str] = "recompute"
 
 
-Action: TypeAlias = Keep | Selective | Recompute
+@dataclass(frozen=True, kw_only=True)
+class RecomputeOffload:
+    """As `recompute`, and the unit's inputs move away until then, which long sequences need."""
 
-ACTIONS: dict[str, type[Keep] | type[Selective] | type[Recompute]] = {
-    action.name: action for action in (Keep, Selective, Recompute)
+    name: ClassVar[str] = "recompute+offload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Activations move to host memory, then to disk (on a CPU at once to disk)."""
+
+    name: ClassVar[str] = "offload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compress:
+    """Activations are kept in 8 bits. Lossy: never chosen unless the user names it."""
+
+    name: ClassVar[str] = "compress"
+
+
+Action: TypeAlias = Keep | Selective | Recompute | RecomputeOffload | Offload | Compress
+
+ACTIONS: dict[str, type[Action]] = {
+    action.name: action
+    for action in (Keep, Selective, Recompute, RecomputeOffload, Offload, Compress)
 }
 """Every action by its name."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rematic.policy.actions import Action, Keep, Recompute, Selective
+from rematic.policy.actions import Action, Keep, Offload, Recompute, RecomputeOffload, Selective
 from rematic.policy.rules import Rule
 
 
@@ -44,12 +44,14 @@ class Plan:
 KEEP = Policy(name="keep", default=Keep())
 SELECTIVE = Policy(name="selective", default=Selective())
 RECOMPUTE = Policy(name="recompute", default=Recompute())
+RECOMPUTE_OFFLOAD = Policy(name="recompute+offload", default=RecomputeOffload())
+OFFLOAD = Policy(name="offload", default=Offload())
 PLANNED = Policy(name="planned")
 
-_NAMED = {policy.name: policy for policy in (PLANNED, KEEP, SELECTIVE, RECOMPUTE)}
+LADDER = (KEEP, SELECTIVE, RECOMPUTE, RECOMPUTE_OFFLOAD)
+"""The default ladder, from lightest to heaviest; `planned` moves between `keep` and `recompute`."""
 
-LADDER = (KEEP, SELECTIVE, RECOMPUTE)
-"""The default ladder, from lightest to heaviest; `planned` moves between its ends."""
+_NAMED = {policy.name: policy for policy in (PLANNED, *LADDER, OFFLOAD)}
 
 
 def policy_named(policy: str | Policy) -> Policy:

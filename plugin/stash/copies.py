@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -180,4 +180,5 @@ def copies_for(device: torch.device) -> Copies | None:
     """Returns the copies for a device, None for the CPU, whose memory is the host's already."""
     if device.type == "cpu":
         return None
-    return StreamCopies(CudaApi(device)) if device.type == "cuda" else PlainCopies()
+    # Any: the stubs of torch 2.13 leave the methods of its streams untyped
+    return StreamCopies[Any](CudaApi(device)) if device.type == "cuda" else PlainCopies()

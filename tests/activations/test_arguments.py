@@ -40,7 +40,7 @@ def test_a_change_in_place_is_seen_through_the_alias() -> None:
 def test_the_graph_of_an_argument_is_not_kept() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     (argument,) = CallArguments((x,), {}).tensors()
-    assert argument.alias.grad_fn is None
+    assert argument.tensor().grad_fn is None
     assert argument.requires_grad
 
 

@@ -255,7 +255,7 @@ def test_a_kept_step_peaks_at_the_plain_peak_and_the_inputs(build: Build, step: 
 
         def note_inputs(record: Any) -> None:
             for argument in record.arguments.tensors():
-                storage = argument.alias.untyped_storage()
+                storage = argument.tensor().untyped_storage()
                 inputs[storage._cdata] = storage.nbytes()
 
         kept = _peak(model, step)

@@ -82,13 +82,18 @@ def test_policies_are_found_by_name_or_passed_through() -> None:
         PLANNED,
         own,
     ]
-    assert [policy.name for policy in LADDER] == ["keep", "selective", "recompute"]
+    assert [policy.name for policy in LADDER] == [
+        "keep",
+        "selective",
+        "recompute",
+        "recompute+offload",
+    ]
 
 
 def test_an_unknown_policy_lists_those_there_are() -> None:
     message = (
-        r"^unknown policy 'none': expected one of planned, keep, selective, recompute, or a "
-        r"`rematic\."
+        r"^unknown policy 'none': expected one of planned, keep, selective, recompute, "
+        r"recompute\+offload, offload, or a `rematic\."
     )
     with pytest.raises(ValueError, match=message):
         policy_named("none")

@@ -179,14 +179,14 @@ _BLANK = "expected text that is not blank"
             RuleConfig,
             {"match": "x", "action": "keep"},
             "action is 'keep'; expected an instance of KeepConfig or SelectiveConfig or "
-            "RecomputeConfig; write"
+            "RecomputeConfig or RecomputeOffloadConfig or OffloadConfig or CompressConfig; write"
             " RecomputeConfig()",
         ),
         (
             PolicyConfig,
             {"start": "full"},
-            "start is 'full'; expected one of planned, keep, selective, recompute; write planned "
-            "where unsure",
+            "start is 'full'; expected one of planned, keep, selective, recompute, "
+            "recompute+offload, offload; write planned where unsure",
         ),
         (
             PolicyConfig,
