@@ -49,15 +49,16 @@ def attach(
         budget: Bytes that may be in use, weights and optimizer included: an absolute size such as
             `20GiB`, a share of the device such as 0.9, or `auto`; instead of the recipe's. On a
             CPU it must be given.
-        policy: A policy or the name of one (`planned`, `keep`, `recompute`); instead of the
-            recipe's.
+        policy: A policy or the name of one (`planned`, `keep`, `selective`, `recompute`,
+            `recompute+offload`, `offload`); instead of the recipe's.
         probe: `auto`, `host`, `cuda`, or a probe; instead of the recipe's.
         batch_shape: Reads a batch; the default takes the largest tensor, integers first.
         journal: Takes the decisions, such as a `rematic.journal.JournalWriter`.
 
     Raises:
         ValueError: If there is no unit, a pattern matches nothing, the model is attached already,
-            or the budget does not hold the model.
+            the budget does not hold the model, or there is none for a model on the CPU whose
+            policy plans.
     """
     chosen = _recipe(recipe)
     optimizers = _optimizers(optimizer)

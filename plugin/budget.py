@@ -16,11 +16,13 @@ AUTO_SHARE = 0.95
 
 
 def resolve_budget(budget: Budget, *, snapshot: MemorySnapshot, device: torch.device) -> int | None:
-    """Returns the budget in bytes, None where `auto` finds no capacity to take a share of.
+    """Returns the budget in bytes; None for `auto` on a CPU, or where no capacity is known.
+
+    (Other programs use the memory of a CPU as well: nobody can say which share of it is free to
+    take.)
 
     Raises:
-        ValueError: If the budget is a share of a capacity that is not known, or `auto` on a CPU
-            that other programs use as well.
+        ValueError: If the budget is a share of a capacity that is not known.
     """
     if budget.kind == "absolute":
         return int(budget.value or 0)

@@ -153,7 +153,8 @@ class Session:
     def run(self, fn: Callable[[B], T], batch: B) -> T:
         """Runs `fn(batch)`, which does forward and backward and returns the loss, as one step.
 
-        An op that runs out of memory is answered by evicting and running it again, on every step.
+        An op that runs out of memory is answered by evicting and running it again, on every step
+        and not on risky ones alone, unless the recipe's `op_retry` is `never`.
         """
         self.begin_step(batch, armed=True)
         try:

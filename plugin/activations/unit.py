@@ -46,7 +46,8 @@ class Unit:
         self.position = position
         self.ledger = ledger
         self.starts_held = False
-        """Whether the next records start held (`keep`) or evicted (`recompute`)."""
+        """Whether the next records start held (`keep`, and what is moved when the forward has
+        ended: `offload`, `compress`) or evicted (`selective`, `recompute`, `recompute+offload`)."""
         self.selection: OpSelection | None = None
         """Which results are kept where records start evicted (`selective`), None for none."""
         self.stash: Stash | None = None

@@ -1,1 +1,1 @@
-"""Adapters for Lightning, Accelerate and Transformers."""
+"""Adapters for Lightning and Transformers."""

@@ -2,9 +2,9 @@
 
 Every line is one JSON object with `schema`, `time` (seconds since the epoch) and `event` (its
 kind). The session writes `attach`, `step`, `evict`, `retry`, `switch`, `rollback`, `pin`, `unpin`
-and `stop`; the host writes `checkpoint`; the runner writes `run_start` and `run_end`. A reader
-ignores kinds and fields that it does not know: a new one does not change the schema, a changed
-meaning does. No event holds environment variables or data samples.
+and `stop`; the runner writes `run_start`, `checkpoint` and `run_end`. A reader ignores kinds and
+fields that it does not know: a new one does not change the schema, a changed meaning does. No event
+holds environment variables or data samples.
 """
 
 from __future__ import annotations
