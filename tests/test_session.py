@@ -133,9 +133,9 @@ def test_the_report_shows_declared_and_measured() -> None:
         "retries",
         "note",
     ]
-    assert lines[2].split() == ["blocks.0", "Block", "recompute", "1", "1", "0"]
-    assert lines[5].startswith("last step 0: 4 x 1 tokens, plan {'recompute': 3}, peak ")
-    assert lines[5].endswith("budget 1.0 GiB")
+    assert lines[3].split() == ["blocks.0", "Block", "recompute", "1", "1", "0"]
+    assert lines[6].startswith("last step 0: 4 x 1 tokens, plan recompute 3, peak ")
+    assert lines[6].endswith("budget 1.0 GiB")
     session.detach()
 
 
