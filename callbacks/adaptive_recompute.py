@@ -15,10 +15,11 @@ from rematic.batch_shape import BatchShape
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.hosts.lightning import RecomputeStrategy
 from rematic.hosts.lightning_driver import LightningDriver
+from rematic.journal import EventSink
 from rematic.memory import Probe
 from rematic.policy import Policy
 from rematic.recipes import Recipe
-from rematic.session import Journal, Session
+from rematic.session import Session
 
 
 class AdaptiveRecompute(Callback):
@@ -47,7 +48,7 @@ class AdaptiveRecompute(Callback):
         policy: str | Policy | None = None,
         probe: str | Probe | None = None,
         batch_shape: Callable[[object], BatchShape] | None = None,
-        journal: Journal | None = None,
+        journal: EventSink | None = None,
     ) -> None:
         self._driver = LightningDriver(
             recipe=recipe,

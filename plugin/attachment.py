@@ -12,6 +12,7 @@ from torch import nn
 from rematic.activations import Engine
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
+from rematic.journal import EventSink
 from rematic.memory import Probe, make_probe, process_overhead_bytes
 from rematic.policy import Action, Policy, Rule, Selective, action_named, policy_named
 from rematic.recipes import (
@@ -23,7 +24,7 @@ from rematic.recipes import (
     parse_budget,
     recipe_from_config,
 )
-from rematic.session import Journal, Session, SessionSettings
+from rematic.session import Session, SessionSettings
 from rematic.training_tensors import existing_bytes
 
 
@@ -36,7 +37,7 @@ def attach(
     policy: str | Policy | None = None,
     probe: str | Probe | None = None,
     batch_shape: Callable[[object], BatchShape] = default_batch_shape,
-    journal: Journal | None = None,
+    journal: EventSink | None = None,
 ) -> Session:
     """Puts rematic onto a model, whose names, types and saved files stay as they are.
 
@@ -104,7 +105,7 @@ def attach(
 
 
 class _NoJournal:
-    def write(self, event: Mapping[str, Any]) -> None:
+    def write(self, event: Mapping[str, object]) -> None:
         """Takes nothing down."""
 
 

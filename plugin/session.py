@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from rematic import control
 from rematic.activations import Engine, OpRetry
 from rematic.batch_shape import BatchShape
 from rematic.control import Costs, History, HistoryEntry, StepRequest
+from rematic.journal import EventSink
 from rematic.memory import Probe, is_out_of_memory
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
@@ -26,13 +27,6 @@ B = TypeVar("B")
 T = TypeVar("T")
 STATE_VERSION = 1
 """Version of what `state_dict` returns."""
-
-
-class Journal(Protocol):
-    """Takes the decisions of a session."""
-
-    def write(self, event: Mapping[str, Any]) -> None:
-        """Takes one event of plain types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +45,7 @@ class SessionSettings:
     batch_shape: Callable[[object], BatchShape]
     """Reads the shape of a batch."""
 
-    journal: Journal
+    journal: EventSink
     """Takes the decisions."""
 
 

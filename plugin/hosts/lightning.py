@@ -17,10 +17,11 @@ from typing_extensions import override
 
 from rematic.batch_shape import BatchShape
 from rematic.hosts.lightning_driver import LightningDriver
+from rematic.journal import EventSink
 from rematic.memory import Probe
 from rematic.policy import Policy
 from rematic.recipes import Recipe
-from rematic.session import Journal, Session
+from rematic.session import Session
 
 
 class RecomputeStrategy(SingleDeviceStrategy):
@@ -53,7 +54,7 @@ class RecomputeStrategy(SingleDeviceStrategy):
         policy: str | Policy | None = None,
         probe: str | Probe | None = None,
         batch_shape: Callable[[object], BatchShape] | None = None,
-        journal: Journal | None = None,
+        journal: EventSink | None = None,
         *,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,

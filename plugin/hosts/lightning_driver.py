@@ -20,11 +20,12 @@ from rematic.activations import replaying
 from rematic.attachment import attach
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.hosts.instance_method import InstanceMethod
+from rematic.journal import EventSink
 from rematic.memory import HostProbe, Probe
 from rematic.memory.storages import storages_of
 from rematic.policy import Policy
 from rematic.recipes import Recipe
-from rematic.session import Journal, Session
+from rematic.session import Session
 
 CHECKPOINT_KEY = "rematic"
 """Where a checkpoint holds the state of the session; a stock Trainer does not look there."""
@@ -44,7 +45,7 @@ class LightningDriver:
         policy: str | Policy | None,
         probe: str | Probe | None,
         batch_shape: Callable[[object], BatchShape] | None,
-        journal: Journal | None,
+        journal: EventSink | None,
     ) -> None:
         self.session: Session | None = None
         """The session of the fit that runs or ran last; None before the first."""
