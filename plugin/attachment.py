@@ -13,10 +13,11 @@ from rematic.activations import Engine
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
 from rematic.journal import EventSink
-from rematic.memory import Probe, make_probe, process_overhead_bytes
+from rematic.memory import MemorySnapshot, Probe, make_probe, process_overhead_bytes
 from rematic.policy import Action, Policy, Rule, Selective, action_named, policy_named
 from rematic.recipes import (
     ActionConfig,
+    Budget,
     Recipe,
     RuleConfig,
     SelectiveConfig,
@@ -69,20 +70,14 @@ def attach(
         device=device,
         overhead_bytes=process_overhead_bytes(existing_bytes(model, optimizers)),
     )
-    budget_bytes = resolve_budget(
-        chosen.memory.budget if budget is None else parse_budget(budget),
-        snapshot=reader.snapshot(),
-        device=device,
-    )
     first = policy_named(policy) if policy is not None else _policy(chosen)
-    if budget_bytes is not None:
-        refuse_too_small(budget_bytes, [*model.parameters(), *model.buffers()])
-    elif device.type == "cpu" and first.default is None:
-        raise ValueError(
-            "no budget for a model on the CPU: expected one, since other programs use the same "
-            "memory. Write for example `budget='8GiB'` (in the call, the strategy or the recipe's "
-            "`memory`), or take a fixed policy such as `policy='recompute'`."
-        )
+    budget_bytes = _budget_bytes(
+        chosen.memory.budget if budget is None else parse_budget(budget),
+        model,
+        reader.snapshot(),
+        device=device,
+        is_planned=first.default is None,
+    )
     engine = Engine(model, chosen.policy.units, scratch_dir=chosen.memory.scratch_dir)
     try:
         return Session(
@@ -115,6 +110,26 @@ def _recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, Mapping):
         return recipe_from_config(recipe)
     return Recipe() if recipe == "auto" else load_recipe(recipe)
+
+
+def _budget_bytes(
+    budget: Budget,
+    model: nn.Module,
+    snapshot: MemorySnapshot,
+    *,
+    device: torch.device,
+    is_planned: bool,
+) -> int | None:
+    budget_bytes = resolve_budget(budget, snapshot=snapshot, device=device)
+    if budget_bytes is not None:
+        refuse_too_small(budget_bytes, [*model.parameters(), *model.buffers()])
+    elif device.type == "cpu" and is_planned:
+        raise ValueError(
+            "no budget for a model on the CPU: expected one, since other programs use the same "
+            "memory. Write for example `budget='8GiB'` (in the call, the strategy or the recipe's "
+            "`memory`), or take a fixed policy such as `policy='recompute'`."
+        )
+    return budget_bytes
 
 
 def _optimizers(
