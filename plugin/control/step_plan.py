@@ -148,22 +148,7 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
     """
     limit = _limit_bytes(request)
     working = costs.working_set(request.tokens)
-    chosen: list[Action] = [Recompute() for _ in request.actions]
-    if limit is None:
-        reason = "memory in use or the budget is unknown: the heaviest lossless policy"
-    elif working is None:
-        reason = "nothing measured yet: the heaviest lossless policy"
-    else:
-        free = limit - (request.in_use_bytes or 0) - costs.margin_bytes
-        chosen = _choose(costs, request, working, free)
-        num_kept = sum(isinstance(action, Keep) for action in chosen)
-        reason = (
-            f"{num_kept} of {len(chosen)} units fit into {free:,} bytes (limit {limit:,}, in use "
-            f"{request.in_use_bytes:,}, margin {costs.margin_bytes:,}) beside a unit at work "
-            f"({working.unit_bytes:,}) and the head ({working.head_bytes:,})"
-        )
-    if None not in request.actions:
-        reason = "every unit's action is given by the policy"
+    chosen, reason = _choose(costs, request, limit, working)
     actions = [a if a is not None else c for a, c in zip(request.actions, chosen, strict=True)]
     plan = Plan(actions=tuple(actions))
     peak = _predicted_peak(costs, request, plan, working)
@@ -241,6 +226,27 @@ def _updated(curve: Curve, tokens: int, num_bytes: int | None) -> Curve:
 
 
 def _choose(
+    costs: Costs, request: StepRequest, limit: int | None, working: WorkingSet | None
+) -> tuple[list[Action], str]:
+    """Returns the actions that the plan would choose, and why it chooses them."""
+    recomputed: list[Action] = [Recompute() for _ in request.actions]
+    if None not in request.actions:
+        return recomputed, "every unit's action is given by the policy"
+    if limit is None or request.in_use_bytes is None:
+        return recomputed, "memory in use or the budget is unknown: the units are recomputed"
+    if working is None:
+        return recomputed, "nothing measured yet: the units are recomputed"
+    free = limit - request.in_use_bytes - costs.margin_bytes
+    chosen = _keep_from_the_last(costs, request, working, free)
+    num_kept = sum(isinstance(action, Keep) for action in chosen)
+    return chosen, (
+        f"{num_kept} of {len(chosen)} units fit into {free:,} bytes (limit {limit:,}, in use "
+        f"{request.in_use_bytes:,}, margin {costs.margin_bytes:,}) beside a unit at work "
+        f"({working.unit_bytes:,}) and the head ({working.head_bytes:,})"
+    )
+
+
+def _keep_from_the_last(
     costs: Costs, request: StepRequest, working: WorkingSet, free_bytes: int
 ) -> list[Action]:
     """Keeps units from the last one on while everything kept fits into `free_bytes`."""
