@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rematic.policy import Action, Policy, Rule, Selective, action_named, policy
 from rematic.recipes import (
     ActionConfig,
     Budget,
+    ControlConfig,
     Recipe,
     RuleConfig,
     SelectiveConfig,
@@ -27,6 +29,8 @@ from rematic.recipes import (
 )
 from rematic.session import Session, SessionSettings
 from rematic.training_tensors import existing_bytes
+
+_log = logging.getLogger("rematic")
 
 
 def attach(
@@ -63,6 +67,12 @@ def attach(
             policy plans.
     """
     chosen = _recipe(recipe)
+    if chosen.control != ControlConfig():
+        _log.warning(
+            "control.attempts is %d, which has no effect yet: a step is not tried again as a "
+            "whole. Remove it from the recipe.",
+            chosen.control.attempts,
+        )
     optimizers = _optimizers(optimizer)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     reader = make_probe(

@@ -287,7 +287,7 @@ class ControlConfig:
     """How failures are answered."""
 
     attempts: int = 4
-    """Tries of one micro-batch before the run stops, the first one included; default 4."""
+    """Tries of one micro-batch, default 4. No effect yet: ops and units run again, not steps."""
 
     def __post_init__(self) -> None:
         whole_number(self, "attempts", minimum=1, remedy="write 1 for no second try")
