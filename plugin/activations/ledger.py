@@ -95,14 +95,19 @@ class Ledger:
         record = holder.record
         with record.lock:
             if record.serial != self._active_serial:
-                self._active_serial = record.serial
-                if self.at_backward is not None:
-                    self.at_backward(record)
-                self._prefetch_before(record)
-            holder.come_back()
+                self._come_to(record)
+            if holder.tensor is None:
+                holder.come_back()
             if holder.tensor is None:
                 self._fill(record)
             return record.read(holder)
+
+    def _come_to(self, record: Record) -> None:
+        self._active_serial = record.serial
+        if self.at_backward is not None:
+            self.at_backward(record)
+        if record.stash is not None:
+            self._prefetch_before(record)
 
     def _prefetch_before(self, record: Record) -> None:
         earlier = [r for r in self.records() if r.stash is not None and r.serial < record.serial]

@@ -86,13 +86,12 @@ class ModuleState:
         self, part: nn.Module, prefix: str, mutable: frozenset[str] | None
     ) -> None:
         values = part.__dict__
-        plain: dict[str, Any] = {}
-        for name, value in values.items():
+        plain: dict[str, Any] = {"training": part.training}
+        for name in values.keys() - _OF_EVERY_MODULE:
+            value = values[name]
             kind = type(value)
             if kind in _PLAIN:
                 plain[name] = value
-            elif name in _OF_EVERY_MODULE:
-                continue
             elif kind in _CONTAINERS:
                 self.containers.append(ContainerState(values, name, copy.copy(value)))
             elif isinstance(value, (int, float, str)):  # enumerations, numbers of other libraries

@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,15 +26,25 @@ STALE = -2
 """Version of a holder whose tensor was already changed in place when it was evicted."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotMetadata:
-    """What the tensor in a slot must look like when a replay makes it again."""
+class SlotMetadata(NamedTuple):
+    """What the tensor in a slot must look like when a replay makes it again.
+
+    (A named tuple: one is made for every saved tensor of every step.)
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    storage: weakref.ref[Any] | None = field(compare=False)
+    storage: weakref.ref[Any] | None
     """The storage it had in forward, None for an external tensor or one without storage."""
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor looks like this."""
+        return (
+            self.shape == tensor.shape
+            and self.dtype == tensor.dtype
+            and self.device == tensor.device
+        )
 
     def __str__(self) -> str:
         return f"{self.dtype} {tuple(self.shape)} on {self.device}"
@@ -55,7 +64,7 @@ class Holder:
 
     def come_back(self) -> None:
         """Takes the tensor back from where it was moved, if it was."""
-        if self.tensor is None and self.handle is not None:
+        if self.handle is not None:
             self.tensor = self.handle.get()
             self.version = version_of(self.tensor)
 
@@ -131,20 +140,19 @@ class Record:
         holder = Holder()
         holder.record = self
         holder.index = len(self.holders)
-        key = torch_private.storage_key(tensor)
-        holder.external = key in self.external_keys
+        storage = torch_private.storage_of(tensor)
+        external = storage is not None and storage._cdata in self.external_keys
+        holder.external = external
         holder.version = version_of(tensor)
         holder.handle = None
-        if holder.external or self.held:
+        if external or self.held:
             # detached: an output of the unit would hold its own graph, and with it this holder
             holder.tensor = tensor.detach() if tensor.requires_grad else tensor
         else:
             holder.tensor = None
         self.holders.append(weakref.ref(holder))
-        storage = None
-        if key is not None and not holder.external:
-            storage = weakref.ref(tensor.untyped_storage())
-        self.metadata.append(SlotMetadata(tensor.shape, tensor.dtype, tensor.device, storage))
+        own = None if external or storage is None else weakref.ref(storage)
+        self.metadata.append(SlotMetadata(tensor.shape, tensor.dtype, tensor.device, own))
         return holder
 
     def live_holders(self) -> list[Holder]:

@@ -69,8 +69,8 @@ class _Refill:
                 f"tensors its forward saved. {_ADVICE}"
             )
         wanted = metadata[index]
-        found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device, None)
-        if found != wanted:
+        if not wanted.fits(tensor):
+            found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device, None)
             raise ReplayError(
                 f"the replay of unit {self.record.name!r} made another tensor at position "
                 f"{index}: forward saved {wanted}, the replay {found}. {_ADVICE}"

@@ -11,17 +11,21 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Returns a tensor's storage, or None where it has none: sparse tensors raise."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Returns the identity of a tensor's storage while it is alive, or None where it has none.
 
-    Sparse tensors raise on `untyped_storage()`. The address of the data would not do: it is 0 for
-    every empty, meta and fake tensor.
+    The address of the data would not do: it is 0 for every empty, meta and fake tensor.
     """
-    try:
-        key: int = tensor.untyped_storage()._cdata
-        return key
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return None
+    storage = storage_of(tensor)
+    return None if storage is None else storage._cdata
 
 
 def inside_function_transform() -> bool:
