@@ -9,9 +9,11 @@ from rematic.version import __version__ as __version__
 if TYPE_CHECKING:
     from rematic.activations import ReplayError as ReplayError
     from rematic.activations import replaying as replaying
+    from rematic.activations.tiled_loss import tiled_cross_entropy as tiled_cross_entropy
     from rematic.attachment import attach as attach
     from rematic.batch_shape import BatchShape as BatchShape
     from rematic.hosts.lightning import RecomputeStrategy as RecomputeStrategy
+    from rematic.hosts.transformers_loss import use_tiled_loss as use_tiled_loss
     from rematic.policy import Policy as Policy
     from rematic.policy import Rule as Rule
     from rematic.session import Session as Session
@@ -27,6 +29,8 @@ _HOMES = {
     "Session": "rematic.session",
     "attach": "rematic.attachment",
     "replaying": "rematic.activations",
+    "tiled_cross_entropy": "rematic.activations.tiled_loss",
+    "use_tiled_loss": "rematic.hosts.transformers_loss",
 }
 
 

@@ -53,7 +53,7 @@ def test_the_static_baseline_differs_by_its_policy_alone() -> None:
 
 def test_tiny_cpu_is_the_model_that_the_demo_trains() -> None:
     recipe = load_recipe("tiny-cpu")
-    assert recipe.memory.budget.value == 700 * 2**20
+    assert recipe.memory.budget.value == 512 * 2**20
     assert recipe.memory.heap_cap
     assert (recipe.data.source, recipe.data.max_length) == ("pydoc_topics", 1024)
     assert recipe.model.type == "llama"
