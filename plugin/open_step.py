@@ -52,6 +52,7 @@ class OpenStep:
         engine.apply(decision.plan)
         engine.ledger.after_forward = self._at_unit_end
         engine.ledger.at_backward = self.meter.at_backward
+        engine.ledger.at_unit_retry = self._note_unit_retry
         after_op = self.meter.read if watched else None
         self.armed = armed
         """Whether the retry at the op is in force."""
@@ -64,6 +65,7 @@ class OpenStep:
         """Stops watching; the plan stays in force until the next step."""
         self._engine.ledger.after_forward = None
         self._engine.ledger.at_backward = None
+        self._engine.ledger.at_unit_retry = None
         if self._mode is not None:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch 2.13
             self._mode = None
@@ -74,17 +76,7 @@ class OpenStep:
         self.meter.after_eviction()
         self._missing_bytes += min(num_bytes, eviction.bytes_freed)
         self.num_op_retries += eviction.bytes_freed > 0
-        self._write(
-            {
-                "event": "retry",
-                "step": self.number,
-                "level": "op",
-                "where": where,
-                "bytes_asked": num_bytes,
-                "bytes_freed": eviction.bytes_freed,
-                "units": list(eviction.units),
-            }
-        )
+        self._note_retry("op", where, num_bytes, eviction)
         return eviction.bytes_freed
 
     def outcome(self) -> StepOutcome:
@@ -137,12 +129,34 @@ class OpenStep:
         limit = self.decision.limit_bytes
         if in_use is None or limit is None:
             return
-        excess = in_use + self.decision.needed_after_bytes[record.position] - limit
+        # What the step needs is beside what was there before and what records hold: inputs of units
+        # and the like are in it already, and would count twice on top of the bytes in use.
+        held = sum(self.meter.kept.values()) - self._counts.since()["evicted_bytes"]
+        needed = self.decision.needed_after_bytes[record.position]
+        excess = max(in_use, (self.meter.before_bytes or 0) + held + needed) - limit
         if excess <= 0:
             return
         eviction = self._engine.ledger.evict(excess)
         if eviction.bytes_freed:
             self._note_eviction(excess, eviction)
+
+    def _note_unit_retry(self, unit: str, num_bytes: int, eviction: Eviction) -> None:
+        self.meter.after_eviction()
+        self._missing_bytes += min(num_bytes, eviction.bytes_freed)
+        self._note_retry("unit", unit, num_bytes, eviction)
+
+    def _note_retry(self, level: str, where: str, num_bytes: int, eviction: Eviction) -> None:
+        self._write(
+            {
+                "event": "retry",
+                "step": self.number,
+                "level": level,
+                "where": where,
+                "bytes_asked": num_bytes,
+                "bytes_freed": eviction.bytes_freed,
+                "units": list(eviction.units),
+            }
+        )
 
     def _note_eviction(self, excess: int, eviction: Eviction) -> None:
         self._missing_bytes += min(excess, eviction.bytes_freed)
@@ -154,7 +168,7 @@ class OpenStep:
                 "bytes_asked": excess,
                 "bytes_freed": eviction.bytes_freed,
                 "units": list(eviction.units),
-                "reason": "memory in use plus what the rest of the step needs passes the limit",
+                "reason": "what is held and what the rest of the step needs pass the limit",
             }
         )
 

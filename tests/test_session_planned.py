@@ -172,8 +172,12 @@ def test_without_the_retry_at_the_op_units_run_again(
     with contextlib.suppress(torch.OutOfMemoryError):  # the head does not fit
         training.train([64])
     assert training.session is not None
-    assert sum(unit.num_retries for unit in training.session._engine.units) > 0
-    assert training.journal.of("retry") == []
+    num_retries = sum(unit.num_retries for unit in training.session._engine.units)
+    retries = training.journal.of("retry")
+    assert len(retries) == num_retries > 0
+    assert {event["level"] for event in retries} == {"unit"}
+    assert all(event["where"].startswith("model.layers.") for event in retries)
+    assert all(event["bytes_asked"] > 0 for event in retries)
     assert not any(record["armed"] for record in training.records)
 
 

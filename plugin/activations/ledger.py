@@ -48,6 +48,9 @@ class Ledger:
         """Called when a unit's forward has ended."""
         self.at_backward: Callable[[Record], None] | None = None
         """Called when backward comes to a record, before it is replayed if it is evicted."""
+        self.at_unit_retry: Callable[[str, int, Eviction], None] | None = None
+        """Called with a unit's name, the bytes wanted and what was evicted, before its forward
+        runs again."""
         self._records: list[weakref.ref[Record]] = []
         self._purge_at = 64
         self._num_opened = 0

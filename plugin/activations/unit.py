@@ -97,8 +97,12 @@ class Unit:
             # outside `except`: the failed attempt is freed before anything is tried again
             del record
             self.num_retries += 1
-            freed = self.ledger.evict(wanted).bytes_freed
-            held = held and freed > 0  # nothing left to let go: this record starts evicted
+            eviction = self.ledger.evict(wanted)
+            if self.ledger.at_unit_retry is not None:
+                self.ledger.at_unit_retry(self.name, wanted, eviction)
+            held = (
+                held and eviction.bytes_freed > 0
+            )  # nothing left to let go: this record starts evicted
             state.restore()
             restore_generators(ambient)
             given.restore()

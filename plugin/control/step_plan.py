@@ -128,7 +128,8 @@ class StepDecision:
     """Budget less the reserve."""
 
     needed_after_bytes: tuple[int, ...]
-    """For each unit, what the step still needs when its forward has ended."""
+    """For each unit, the most that the rest of the step needs when its forward has ended, beside
+    what was in use before the step and what the units so far keep."""
 
     armed: bool
     """Whether the retry at the op is in force."""
