@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,6 +79,16 @@ def test_lightning_trains_like_a_loop_without_rematic(
     loader: DataLoader[dict[str, torch.Tensor]] = DataLoader(causal_batches(), batch_size=None)
     exec(snippet("RecomputeStrategy"), {"module": module, "loader": loader})
     assert_trained_like_plain(module.model)
+
+
+def test_the_page_of_lightning_makes_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "lightning.md").read_text("utf-8")
+    names: dict[str, object] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
+    assert isinstance(names["trainer"], Trainer)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
