@@ -100,9 +100,8 @@ class Unit:
             eviction = self.ledger.evict(wanted)
             if self.ledger.at_unit_retry is not None:
                 self.ledger.at_unit_retry(self.name, wanted, eviction)
-            held = (
-                held and eviction.bytes_freed > 0
-            )  # nothing left to let go: this record starts evicted
+            # nothing left to let go: this record starts evicted
+            held = held and eviction.bytes_freed > 0
             state.restore()
             restore_generators(ambient)
             given.restore()
