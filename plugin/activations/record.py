@@ -141,7 +141,9 @@ class Record:
         holder.record = self
         holder.index = len(self.holders)
         storage = torch_private.storage_of(tensor)
-        external = storage is not None and storage._cdata in self.external_keys
+        external = (
+            storage is not None and torch_private.key_of_storage(storage) in self.external_keys
+        )
         holder.external = external
         holder.version = version_of(tensor)
         holder.handle = None

@@ -82,7 +82,9 @@ class _Refill:
         # count differently under a dispatch mode.
         storage = self.record.metadata[index].storage
         alive = None if storage is None else storage()
-        if alive is None or alive._cdata != torch_private.storage_key(tensor):
+        if alive is None or torch_private.key_of_storage(alive) != torch_private.storage_key(
+            tensor
+        ):
             return
         if self.missing[index] not in (STALE, version_of(tensor)):
             raise ReplayError(

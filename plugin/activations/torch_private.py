@@ -1,6 +1,8 @@
 """The only place that touches private torch names, each feature-detected.
 
-Delete a function here as soon as torch offers the same in public.
+Delete a function here as soon as torch offers the same in public. What torch's documentation or
+every dispatch mode speaks of in spite of its underscore (`_version`, `_schema`, `_buffers`,
+`_parameters`) is used where it is needed.
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Returns the identity of a tensor's storage while it is alive, or None where it has none.
+    """Returns the identity of a tensor's storage while it is alive, or None where it has none."""
+    storage = storage_of(tensor)
+    return None if storage is None else key_of_storage(storage)
+
+
+def key_of_storage(storage: torch.UntypedStorage) -> int:
+    """Returns the identity of a storage while it is alive.
 
     The address of the data would not do: it is 0 for every empty, meta and fake tensor.
     """
-    storage = storage_of(tensor)
-    return None if storage is None else storage._cdata
+    key: int = storage._cdata
+    return key
 
 
 def inside_function_transform() -> bool:
