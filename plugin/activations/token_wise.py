@@ -67,17 +67,17 @@ def objection_to_tiles(
     length = sequence_length(example_args, example_kwargs or {}, dim=dim)
     if length < 2:
         raise ValueError(f"the example has {length} position: expected 2 or more")
-    probe = _Probe(forward or module.forward, dim, min(length, NUM_POSITIONS))
+    trial = _Trial(forward or module.forward, dim, min(length, NUM_POSITIONS))
     state = ModuleState(module, None)
     tensors = list(iter_leaves((example_args, dict(example_kwargs or {}))))
     devices = {tensor.device for tensor in (*tensors, *state.tensors())}
     ambient = capture_ambient(
         tuple(sorted((d for d in devices if d.type != "cpu"), key=str)), tuple(state.generators)
     )
-    call = _tiny((example_args, dict(example_kwargs or {})), dim, probe.length)
+    call = _tiny((example_args, dict(example_kwargs or {})), dim, trial.length)
     with applied(ambient), state.replayed(), torch.enable_grad():
         try:
-            return next(_objections(probe, call, state, ambient), None)
+            return next(_objections(trial, call, state, ambient), None)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -85,7 +85,7 @@ def objection_to_tiles(
 
 
 @dataclass(frozen=True)
-class _Probe:
+class _Trial:
     """What is asked, and how long the tiny input is."""
 
     forward: Callable[..., Nested]
@@ -103,11 +103,11 @@ class _Probe:
 
 
 def _objections(
-    probe: _Probe, call: Any, state: ModuleState, ambient: AmbientState
+    trial: _Trial, call: Any, state: ModuleState, ambient: AmbientState
 ) -> Iterator[str]:
     inputs = list(iter_leaves(call))
     versions = [version_of(tensor) for tensor in inputs]
-    whole = probe.whole(call)
+    whole = trial.whole(call)
     if _generators_moved(ambient):
         yield "it draws random numbers, and slices would draw others (set dropout to 0)"
     changed = _changed_state(state)
@@ -117,36 +117,36 @@ def _objections(
         yield "it changes its input in place"
     if not whole:
         yield "its output holds no tensor"
-    yield from _differences_of_slices(probe, call, whole)
-    yield from _movements(probe, call, whole)
-    yield from _leaking_gradients(probe, inputs, whole)
+    yield from _differences_of_slices(trial, call, whole)
+    yield from _movements(trial, call, whole)
+    yield from _leaking_gradients(trial, inputs, whole)
 
 
-def _differences_of_slices(probe: _Probe, call: Any, whole: list[torch.Tensor]) -> Iterator[str]:
-    for num_tiles in (2, probe.length):
-        tiled = probe.tiled(call, num_tiles)
+def _differences_of_slices(trial: _Trial, call: Any, whole: list[torch.Tensor]) -> Iterator[str]:
+    for num_tiles in (2, trial.length):
+        tiled = trial.tiled(call, num_tiles)
         if [(t.shape, t.dtype) for t in tiled] != [(t.shape, t.dtype) for t in whole]:
             yield "slices give outputs of another shape or type"
         elif not all(_close(a, b) for a, b in zip(tiled, whole, strict=True)):
             yield "slices give other values: it depends on the position or on other positions"
 
 
-def _movements(probe: _Probe, call: Any, whole: list[torch.Tensor]) -> Iterator[str]:
-    for moved in range(probe.length):
-        others = [i for i in range(probe.length) if i != moved]
+def _movements(trial: _Trial, call: Any, whole: list[torch.Tensor]) -> Iterator[str]:
+    for moved in range(trial.length):
+        others = [i for i in range(trial.length) if i != moved]
 
         def move(tensor: torch.Tensor, moved: int = moved) -> torch.Tensor:
-            return _with_other_position(tensor, probe.dim, moved) if tensor.ndim else tensor
+            return _with_other_position(tensor, trial.dim, moved) if tensor.ndim else tensor
 
-        outputs = probe.whole(map_leaves(move, call))
+        outputs = trial.whole(map_leaves(move, call))
         for before, after in zip(whole, outputs, strict=True):
-            kept = [t.movedim(probe.dim, 0)[others] for t in (before, after)]
+            kept = [t.movedim(trial.dim, 0)[others] for t in (before, after)]
             if not _close(*kept):
                 yield f"changing position {moved} of its input changes other positions"
 
 
 def _leaking_gradients(
-    probe: _Probe, inputs: list[torch.Tensor], whole: list[torch.Tensor]
+    trial: _Trial, inputs: list[torch.Tensor], whole: list[torch.Tensor]
 ) -> Iterator[str]:
     sources = [tensor for tensor in inputs if tensor.requires_grad and tensor.ndim]
     for output in whole:
@@ -155,10 +155,10 @@ def _leaking_gradients(
         # not ones: the features of a norm's output add up to a constant
         weights = torch.cos(torch.arange(1, output.numel() + 1, device=output.device))
         weighted = output * weights.view(output.shape).to(output.dtype)
-        for position in range(probe.length):
-            target = weighted.select(probe.dim, position).sum()
+        for position in range(trial.length):
+            target = weighted.select(trial.dim, position).sum()
             found = torch.autograd.grad(target, sources, retain_graph=True, allow_unused=True)
-            if any(_reaches_others(gradient, probe.dim, position) for gradient in found):
+            if any(_reaches_others(gradient, trial.dim, position) for gradient in found):
                 yield f"the gradient of position {position} reaches other positions"
 
 
