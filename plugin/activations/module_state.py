@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-_CONTAINERS = frozenset(
-    {list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict}
-    | {collections.Counter}
+from rematic.activations.kept_values import (
+    CLONED_BUFFER_BYTES,
+    CONTAINERS,
+    ObjectState,
+    copied,
+    is_plain_object,
+    without_graph,
 )
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 """Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
-CLONED_BUFFER_BYTES = 1 << 16
-"""Buffers up to this size are cloned before every forward; larger ones once they were seen to
-change. (BatchNorm changes its statistics without raising `_version`, so versions alone miss it.)"""
 
 
 @dataclass(slots=True)
@@ -59,14 +60,42 @@ class ContainerState:
     contents: Any
 
 
+@dataclass(slots=True)
+class ComputedState:
+    """One attribute that is a tensor with a graph, as forward saw it (the state of a recurrence).
+
+    With its graph only until its forward has ended, so that no step keeps the one before alive.
+    """
+
+    home: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    version: int | None
+    """None for a view: sharded parameters are, and their gathering counts as a change."""
+
+
 class ModuleState:
     """What a unit's modules held before its forward: flags, attributes, buffers, versions."""
 
-    __slots__ = ("attributes", "containers", "generators", "parameters", "tensor_states")
+    __slots__ = (
+        "_all_may_change",
+        "attributes",
+        "children",
+        "computed",
+        "containers",
+        "generators",
+        "objects",
+        "parameters",
+        "tensor_states",
+    )
 
     def __init__(self, module: nn.Module, mutable: frozenset[str] | None) -> None:
-        """Reads the state; `mutable` None means that every tensor may change."""
+        """Reads the state; `mutable` None means that every tensor and object may change."""
+        self._all_may_change = mutable is None
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self.children: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]] = []
+        self.computed: list[ComputedState] = []
+        self.objects: list[ObjectState] = []
         self.tensor_states: list[TensorState] = []
         self.containers: list[ContainerState] = []
         self.generators: list[torch.Generator] = []
@@ -74,6 +103,8 @@ class ModuleState:
         for path, part in module.named_modules():
             prefix = f"{path}." if path else ""
             self._read_attributes(part, prefix, mutable)
+            if part._modules:
+                self.children.append((part._modules, dict(part._modules)))
             for name, buffer in part._buffers.items():
                 self.tensor_states.append(
                     _tensor_state(part._buffers, name, prefix + name, buffer, mutable)
@@ -92,27 +123,52 @@ class ModuleState:
             kind = type(value)
             if kind in _PLAIN:
                 plain[name] = value
-            elif kind in _CONTAINERS:
-                self.containers.append(ContainerState(values, name, copy.copy(value)))
+            elif kind in CONTAINERS:
+                self.containers.append(ContainerState(values, name, copied(value)))
             elif isinstance(value, (int, float, str)):  # enumerations, numbers of other libraries
                 plain[name] = value
             elif isinstance(value, torch.Generator):
                 self.generators.append(value)
-            elif isinstance(value, torch.Tensor) and not value.requires_grad:
-                # (with a gradient it was computed from parameters: a replay computes it again)
-                self.tensor_states.append(
-                    _tensor_state(values, name, prefix + name, value, mutable)
-                )
+            elif isinstance(value, torch.Tensor):
+                self._read_tensor(values, name, prefix, mutable)
+            elif (mutable is None or prefix + name in mutable) and is_plain_object(value):
+                self.objects.append(ObjectState.read(values, name, prefix + name))
         self.attributes.append((part, plain))
+
+    def _read_tensor(
+        self, values: dict[str, Any], name: str, prefix: str, mutable: frozenset[str] | None
+    ) -> None:
+        tensor: torch.Tensor = values[name]
+        if tensor.requires_grad:
+            version = None if tensor._is_view() else version_of(tensor)
+            self.computed.append(ComputedState(values, name, tensor, version))
+        else:
+            self.tensor_states.append(_tensor_state(values, name, prefix + name, tensor, mutable))
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns parameters, buffers and tensor attributes: external to what the unit computes."""
-        parameters = [state.tensor for state in self.parameters]
-        return parameters + [s.tensor for s in self.tensor_states if s.tensor is not None]
+        found = [state.tensor for state in self.parameters]
+        found += [state.tensor for state in self.computed]
+        return found + [s.tensor for s in self.tensor_states if s.tensor is not None]
 
-    def mutated_tensors(self) -> frozenset[str]:
-        """Returns the full names of the cloned tensors that forward changed."""
-        return frozenset(
+    def leave_graphs(self) -> None:
+        """Lets go of what could keep a graph alive, when forward has ended and will not run again.
+
+        (An attribute may hold an output of the call before, and so all calls before.)
+        """
+        for computed in self.computed:
+            computed.tensor = without_graph(computed.tensor)
+        for kept in self.containers:
+            kept.contents = copied(kept.contents, leaf=without_graph)
+        if self._all_may_change:  # now it is known which do
+            self.objects = [held for held in self.objects if held.changed()]
+        for held in self.objects:
+            held.leave_graph()
+
+    def changed_names(self) -> frozenset[str]:
+        """Returns the full names of the cloned tensors and of the objects that forward changed."""
+        objects = frozenset(held.full_name for held in self.objects if held.changed())
+        return objects | frozenset(
             state.full_name
             for state in self.tensor_states
             if state.clone is not None
@@ -129,6 +185,9 @@ class ModuleState:
             tensor = state.tensor
             if state.clone is None and tensor is not None and version_of(tensor) != state.version:
                 return f"buffer {state.full_name!r}"
+        for computed in self.computed:
+            if computed.version not in (None, version_of(computed.tensor)):
+                return f"attribute {computed.name!r}"
         return None
 
     def restore(self) -> None:
@@ -137,6 +196,10 @@ class ModuleState:
             restore_plain(module, values)
         for kept in self.containers:
             _refill(kept)
+        for computed in self.computed:
+            computed.home[computed.name] = computed.tensor
+        for held in self.objects:
+            held.restore()
         for state in self.tensor_states:
             state.home[state.name] = state.tensor
             if state.tensor is not None and state.clone is not None:
@@ -149,16 +212,17 @@ class ModuleState:
         before = [(part, dict(part.__dict__), dict(part._buffers)) for part, _ in self.attributes]
         replaced = [(p, p.home.get(p.name)) for p in self.parameters]
         replaced = [(p, present) for p, present in replaced if present is not p.tensor]
+        exchanged = [(home, dict(home)) for home, then in self.children if home != then]
         frozen = [p for p in self.parameters if p.tensor.requires_grad is not p.requires_grad]
         try:
             for parameter, _ in replaced:
                 parameter.home[parameter.name] = parameter.tensor
             for parameter in frozen:
                 parameter.tensor.requires_grad_(parameter.requires_grad)
-            for part, values in self.attributes:
-                restore_plain(part, values)
-            for kept in self.containers:
-                kept.home[kept.name] = copy.copy(kept.contents)
+            for home, then in self.children:
+                if home != then:
+                    _replace(home, then)
+            self._show_attributes()
             for state in self.tensor_states:
                 shown = state.tensor if state.clone is None else state.clone.clone()
                 state.home[state.name] = shown
@@ -168,10 +232,21 @@ class ModuleState:
                 parameter.tensor.requires_grad_(not parameter.requires_grad)
             for parameter, there in replaced:
                 parameter.home[parameter.name] = there
+            for home, now in exchanged:
+                _replace(home, now)
             for part, present, buffers in before:
-                part._buffers.clear()
-                part._buffers.update(buffers)
+                _replace(part._buffers, buffers)
                 _restore_all(part, present)
+
+    def _show_attributes(self) -> None:
+        for part, values in self.attributes:
+            restore_plain(part, values)
+        for kept in self.containers:
+            kept.home[kept.name] = copied(kept.contents)
+        for computed in self.computed:
+            computed.home[computed.name] = without_graph(computed.tensor)
+        for held in self.objects:
+            held.show()
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -196,14 +271,19 @@ def _restore_all(module: nn.Module, values: dict[str, Any]) -> None:
             present[key] = value
 
 
+def _replace(present: dict[str, Any], wanted: dict[str, Any]) -> None:
+    present.clear()
+    present.update(wanted)
+
+
 def _refill(kept: ContainerState) -> None:
-    # Any: one of the types of _CONTAINERS, the same as that of the copy
+    # Any: one of the types of CONTAINERS, the same as that of the copy
     container: Any = kept.home.get(kept.name)
     if type(container) is not type(kept.contents):
-        kept.home[kept.name] = copy.copy(kept.contents)
+        kept.home[kept.name] = copied(kept.contents)
         return
     container.clear()
-    if isinstance(container, (list, collections.deque)):
+    if isinstance(container, (list, deque)):
         container.extend(kept.contents)
     else:
         container.update(kept.contents)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rematic.activations.ambient import AmbientState, applied, capture_ambient
+from rematic.activations.kept_values import same_contents
 from rematic.activations.module_state import ModuleState, version_of
 from rematic.activations.nested import Nested, iter_leaves, map_leaves
 from rematic.activations.tile import run_in_tiles, sequence_length
@@ -225,13 +226,9 @@ def _changed_state(state: ModuleState) -> str | None:
             if module.__dict__.get(name) != value:
                 return f"attribute {name!r}"
     for container in state.containers:
-        if _parts(container.home.get(container.name)) != _parts(container.contents):
+        if not same_contents(container.contents, container.home.get(container.name)):
             return f"attribute {container.name!r}"
+    for held in state.objects:
+        if held.differs(held.home[held.name]):
+            return f"attribute {held.name!r}"
     return None
-
-
-def _parts(container: Any) -> list[int]:
-    # By identity: tensors inside have no plain equality.
-    if isinstance(container, Mapping):
-        return [id(part) for item in container.items() for part in item]
-    return [id(part) for part in container] if isinstance(container, Iterable) else []

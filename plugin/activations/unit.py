@@ -60,7 +60,7 @@ class Unit:
         self.pinned: str | None = None
         """Why this unit's records are never evicted, None if they can be."""
         self._module = weakref.ref(module)
-        # Names of the tensors that forward changes, in training and in evaluation.
+        # Names of the tensors and objects that forward changes, in training and in evaluation.
         self._mutable: dict[bool, frozenset[str]] = {}
         self._notes: set[str] = set()
         self._forward = UnitForward(self, module)
@@ -153,7 +153,8 @@ class Unit:
     def _close(self, record: Record) -> None:
         first = self._is_first_call
         if first:
-            self._mutable[self.module.training] = record.module_state.mutated_tensors()
+            self._mutable[self.module.training] = record.module_state.changed_names()
+        record.module_state.leave_graphs()
         if record.pinned == _FIRST_CALL:
             record.pinned = None
         if record.arguments.mutated_positions():

@@ -125,6 +125,59 @@ def _counts(blocks: nn.ModuleList, evict: Evict) -> Tensors:
         yield from (block.load, block.total)
 
 
+class Tally:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CountsElsewhere(Block):
+    """Keeps count in what its attributes hold."""
+
+    def setup(self) -> None:
+        self.tally = Tally()
+        self.seen: dict[str, list[int]] = {"sizes": []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tally.calls += 1
+        self.seen["sizes"].append(len(x))
+        return super().forward(x) * self.tally.calls * len(self.seen["sizes"])
+
+
+def _counts_elsewhere(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    for _ in range(3):
+        yield from chain(blocks, evict)
+    for block in blocks:
+        yield torch.tensor([block.tally.calls, len(block.seen["sizes"])])
+
+
+class Remembers(Block):
+    """A recurrence: its state is an attribute that has a graph."""
+
+    def setup(self) -> None:
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = torch.zeros_like(x) if self.state is None else self.state
+        self.state = torch.tanh(self.up(x) + before)
+        return x + self.down(self.state) * self.state
+
+
+def _remembers(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    x = some_input()
+    for _ in range(3):
+        x = through(blocks, x)
+    yield backward(x.sum(), evict)
+
+
+def _exchanged(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    loss = through(blocks, some_input()).sum()
+    old = [block.up for block in blocks]
+    for block in blocks:
+        block.up = nn.Linear(WIDTH, WIDTH)
+    yield backward(loss, evict)
+    yield from (linear.weight.grad for linear in old)
+
+
 class Grows(Block):
     """Attends over everything it has seen so far (C1)."""
 
@@ -191,6 +244,9 @@ CASES = (
     Case(name="generator of its own", block=OwnGenerator, drive=_own_generator),
     Case(name="generator as argument", block=GivenGenerator, drive=_given_generator),
     Case(name="counters", block=Counts, drive=_counts),
+    Case(name="counters inside others", block=CountsElsewhere, drive=_counts_elsewhere),
+    Case(name="recurrence", block=Remembers, drive=_remembers),
+    Case(name="modules exchanged before backward", block=Block, drive=_exchanged),
     Case(name="list that grows", block=Grows, drive=_grows),
     Case(name="large statistics", block=ManyChannels, drive=chain, number=2),
     Case(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematic.activations.module_state import CLONED_BUFFER_BYTES, ModuleState, version_of
+from rematic.activations.kept_values import CLONED_BUFFER_BYTES
+from rematic.activations.module_state import ModuleState, version_of
 
 
 class Part(nn.Module):
@@ -27,6 +28,7 @@ class Part(nn.Module):
         self.counts: collections.Counter[str] = collections.Counter()
         self.recent: collections.deque[int] = collections.deque([1], maxlen=2)
         self.names: set[str] = set()
+        self.nested: dict[str, list[int]] = {"a": []}
 
 
 class Whole(nn.Module):
@@ -46,6 +48,7 @@ def spoil(whole: Whole) -> None:
     part.counts["x"] += 1
     part.recent.append(2)
     part.names.add("x")
+    part.nested["a"].append(1)
     part.small.data.fill_(1)  # without raising the version, as running statistics change
     part.nothing = torch.ones(1)
 
@@ -54,9 +57,20 @@ def snapshot(whole: Whole) -> dict[str, Any]:
     part = whole.part
     plain = {
         name: getattr(part, name)
-        for name in ("training", "calls", "flag", "mode", "seen", "counts", "recent", "names")
+        for name in (
+            "training",
+            "calls",
+            "flag",
+            "mode",
+            "seen",
+            "counts",
+            "recent",
+            "names",
+            "nested",
+        )
     }
     values = {name: str(value) for name, value in plain.items()}
+    values |= {"nested": str(part.nested)}
     values |= {n: b.tolist() for n, b in part.named_buffers() if b.numel() < 10}
     values |= {"total": part.total.tolist(), "nothing": part.nothing, "new": hasattr(part, "fresh")}
     return values
@@ -102,7 +116,7 @@ def test_large_buffers_are_cloned_once_it_is_known_that_they_change() -> None:
     whole = Whole()
     first = ModuleState(whole, None)
     whole.part.large.data.fill_(1)
-    assert first.mutated_tensors() == {"part.large"}
+    assert first.changed_names() == {"part.large"}
     known = ModuleState(whole, frozenset({"part.large"}))
     with known.replayed():
         assert whole.part.large is not known.tensors()[-1]
@@ -135,10 +149,69 @@ def test_parameters_buffers_and_attributes_are_external() -> None:
     }
 
 
-def test_tensors_that_need_a_gradient_are_left_to_the_replay() -> None:
+def test_a_tensor_with_a_graph_is_shown_without_it() -> None:
     whole = Whole()
-    whole.part.total = whole.part.scale * 2
-    assert all(t is not whole.part.total for t in ModuleState(whole, frozenset()).tensors())
+    whole.part.total = first = whole.part.scale * 2
+    state = ModuleState(whole, frozenset())
+    assert any(tensor is first for tensor in state.tensors())
+    whole.part.total = second = whole.part.scale * 3
+    state.leave_graphs()
+    with state.replayed():
+        shown = whole.part.total
+        assert shown.tolist() == first.tolist()
+        assert shown.requires_grad
+        assert shown.is_leaf
+    assert whole.part.total is second
+    assert state.changed_tensor() is None
+    first.detach().add_(1)
+    assert state.changed_tensor() == "attribute 'total'"
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sizes: list[int] = []
+        self.total = torch.zeros(())
+        self.made: torch.Tensor | None = None
+
+    def count(self) -> None:
+        self.calls += 1
+        self.sizes.append(1)
+        self.total += 1
+        self.made = torch.ones(1)
+
+    def values(self) -> tuple[int, int, float]:
+        return self.calls, len(self.sizes), self.total.item()
+
+
+def test_objects_that_the_first_forward_changes_are_shown_as_they_were() -> None:
+    whole = Whole()
+    whole.part.tally, whole.part.config = tally, config = Tally(), Tally()
+    first = ModuleState(whole, None)
+    tally.count()
+    changed = first.changed_names()
+    assert changed == {"part.tally"}
+    first.leave_graphs()
+    with first.replayed():
+        assert whole.part.tally.values() == (0, 0, 0)
+        assert whole.part.tally.made is tally.made, "it was made from what may be gone"
+        assert whole.part.config is config
+        whole.part.tally.count()
+    assert whole.part.tally is tally
+    assert tally.values() == (1, 1, 1)
+    second = ModuleState(whole, changed)
+    tally.count()
+    second.restore()
+    assert tally.values() == (1, 1, 1)
+
+
+def test_submodules_that_were_exchanged_are_shown_again() -> None:
+    whole = Whole()
+    state, old = ModuleState(whole, frozenset()), whole.part
+    whole.part = new = Part()
+    with state.replayed():
+        assert whole.part is old
+    assert whole.part is new
 
 
 def test_generators_of_modules_are_listed() -> None:
