@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rematic.activations.nested import iter_leaves
-from rematic.memory import is_out_of_memory, requested_bytes
+from rematic.memory import is_out_of_memory, load_compiler_now, requested_bytes
 
 # In-place ops that allocate, if at all, before they write: TensorIterator makes its casts first,
 # and the fused optimizers make one pass over tensors that exist already.
@@ -68,9 +68,7 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
         after_op: Callable[[], object] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # torch 2.13 loads its compiler at the first op under a mode, which takes a second and
-        # leaves cycles that hold the frames of that op; so let it do that here.
-        torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call] # torch 2.13
+        load_compiler_now()
         self._relieve = relieve
         self._after_op = after_op
         self._traits: dict[Any, _OpTraits] = {}
@@ -123,10 +121,6 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
         )
         self._traits[func] = traits
         return traits
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Before:

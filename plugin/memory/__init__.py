@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rematic.memory.compiler_import import load_compiler_now as load_compiler_now
 from rematic.memory.device_probe import AcceleratorProbe as AcceleratorProbe
 from rematic.memory.device_probe import CudaProbe as CudaProbe
 from rematic.memory.heap_cap import CappedHeap as CappedHeap

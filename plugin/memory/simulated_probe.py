@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rematic.memory.compiler_import import load_compiler_now
 from rematic.memory.snapshot import MemorySnapshot
 from rematic.memory.storages import LiveStorages, storages_of
 
@@ -45,10 +46,7 @@ class SimulatedProbe(TorchDispatchMode):  # type: ignore[no-untyped-call] # unty
         fail_at_ops: Iterable[int] = (),
         fail_at_allocations: Iterable[int] = (),
     ) -> None:
-        # Torch imports its compiler at the first op under any dispatch mode (1 s), and the import
-        # leaves reference cycles that hold the frames it was called from, tensors and all, until
-        # they are collected: so here, and not in the first op that is counted (torch 2.13).
-        torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call] # untyped in torch
+        load_compiler_now()
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"budget_bytes is {budget_bytes}: expected more than 0, or None")
@@ -155,10 +153,6 @@ class SimulatedProbe(TorchDispatchMode):  # type: ignore[no-untyped-call] # unty
 
 def _is_alias(func: Op, given: object, storage: torch.UntypedStorage) -> bool:
     return func not in _LIFTS and any(known is storage for known in storages_of(given))
-
-
-def _nothing() -> None:
-    """Does nothing."""
 
 
 def _positions(numbers: Iterable[int], name: str) -> set[int]:
