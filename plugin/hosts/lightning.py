@@ -171,8 +171,7 @@ def _refuse_several(argument: str, number: int, found: str) -> None:
     if number > 1:
         raise ValueError(
             f"RecomputeStrategy trains on one device, but the Trainer has {found}: expected "
-            f"Trainer({argument}=1). For several devices use the callback over any strategy: "
-            "Trainer(strategy='ddp', callbacks=[rematic.callbacks.AdaptiveRecompute(...)]). "
-            "RecomputeDDPStrategy, RecomputeFSDPStrategy and RecomputeModelParallelStrategy will "
-            "do it without."
+            f"Trainer({argument}=1). The callback goes over other strategies, tested with one "
+            "process so far: "
+            "Trainer(strategy='ddp', callbacks=[rematic.callbacks.AdaptiveRecompute(...)])."
         )
