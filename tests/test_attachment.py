@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import rematic
 from rematic.memory import SimulatedProbe
-from rematic.policy import KEEP, PLANNED, RECOMPUTE, Policy
+from rematic.policy import ACTIONS, KEEP, PLANNED, RECOMPUTE, Policy, policy_named
 from rematic.recipes import (
+    ActionConfig,
     KeepConfig,
     MemoryConfig,
     PolicyConfig,
@@ -22,6 +23,7 @@ from rematic.recipes import (
     RuleConfig,
     parse_budget,
 )
+from rematic.recipes.schema import Start
 from tests.activations.blocks import Model, make_input, make_model
 
 
@@ -239,3 +241,12 @@ def test_a_key_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> 
         "control.attempts is 2, which has no effect yet: a step is not tried again as a whole. "
         "Remove it from the recipe."
     ]
+
+
+@pytest.mark.parametrize("start", get_args(Start))
+def test_what_a_recipe_may_start_with_is_a_policy(start: str) -> None:
+    assert policy_named(start).name == start
+
+
+def test_recipes_and_policies_know_the_same_actions() -> None:
+    assert [kind.name for kind in get_args(ActionConfig)] == list(ACTIONS)
