@@ -31,6 +31,8 @@ NUM_BATCHES = 7
 class Calls:
     """The calls of a block, beyond what a replay restores: True for a replay."""
 
+    __slots__ = ("replays",)  # what objects hold in their `__dict__` a replay does restore
+
     def __init__(self) -> None:
         self.replays: list[bool] = []
 
