@@ -11,6 +11,7 @@ from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
 from rematic.control import StepDecision, StepOutcome, kept_key
 from rematic.memory import Probe
+from rematic.policy import Selective
 from rematic.step_record import StepRecord
 
 Write = Callable[[Mapping[str, Any]], None]
@@ -49,7 +50,7 @@ class OpenStep:
             gradient_bytes=gradient_bytes,
             watched=watched,
         )
-        engine.apply(decision.plan)
+        engine.apply(decision.plan, unmeasured=decision.unmeasured)
         engine.ledger.after_forward = self._at_unit_end
         engine.ledger.at_backward = self.meter.at_backward
         engine.ledger.at_unit_retry = self._note_unit_retry
@@ -125,7 +126,8 @@ class OpenStep:
         )
 
     def _at_unit_end(self, record: Record) -> None:
-        in_use = self.meter.at_unit_end(record)
+        action = self.decision.plan.actions[record.position]
+        in_use = self.meter.at_unit_end(record, selective=isinstance(action, Selective))
         limit = self.decision.limit_bytes
         if in_use is None or limit is None:
             return

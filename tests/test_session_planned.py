@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ from torch import nn
 
 import rematic
 from rematic.memory import SimulatedProbe
-from rematic.policy import PLANNED
+from rematic.policy import PLANNED, Policy, Rule, Selective
 from rematic.recipes import PolicyConfig, Recipe
-from tests.activations.blocks import make_input, make_model
+from tests.activations.blocks import Block, make_input, make_model
 from tests.activations.families import build_llama
 from tests.activations.parity import Outcome, differences, read_outcome
 from tests.events import Events
@@ -36,6 +36,48 @@ def _llama(depth: int = 4) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": depth}
     return build_llama("sdpa", vocab_size=VOCABULARY, max_position_embeddings=128, **sizes)
+
+
+def _outside_a_step(session: rematic.Session, model: nn.Module) -> None:
+    model(make_input()).backward()
+
+
+def _in_a_step_that_fails(session: rematic.Session, model: nn.Module) -> None:
+    with contextlib.suppress(KeyError), session.step(make_input()):
+        model(make_input())
+        raise KeyError
+
+
+@pytest.mark.parametrize("first", [_outside_a_step, _in_a_step_that_fails])
+def test_units_are_kept_although_nothing_was_learned_from_their_first_forward(
+    first: Callable[[rematic.Session, nn.Module], None],
+) -> None:
+    model, probe = make_model(), SimulatedProbe()
+    session = rematic.attach(model, budget="1GiB", probe=probe)
+    with probe:
+        first(session, model)
+        for _ in range(3):
+            with session.step(make_input()):
+                model(make_input()).backward()
+    assert session.last_step is not None
+    assert session.last_step.plan == {"keep": 3}
+
+
+def test_a_unit_whose_kept_results_are_useless_does_not_keep_others_from_being_kept() -> None:
+    class InPlace(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.tanh(self.up(x).add_(1)))
+
+    model, probe = make_model(InPlace), SimulatedProbe()
+    policy = Policy(name="mixed", rules=(Rule(pattern="blocks.0", action=Selective()),))
+    session = rematic.attach(model, budget="1GiB", probe=probe, policy=policy)
+    with probe:
+        for _ in range(4):
+            with session.step(make_input()):
+                model(make_input()).backward()
+    assert session.last_step is not None
+    assert session.last_step.plan == {"selective": 1, "keep": 2}
+    assert session.last_step.predicted_peak_bytes is not None
 
 
 class Training:

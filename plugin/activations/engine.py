@@ -38,8 +38,15 @@ class Engine:
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
         self.classes = {name: type(module).__name__ for name, module in found}
 
-    def apply(self, plan: Plan) -> None:
-        """Makes the next records start as the plan says."""
+    def apply(self, plan: Plan, *, unmeasured: Sequence[bool] = ()) -> None:
+        """Makes the next records start as the plan says.
+
+        Args:
+            plan: The plan.
+            unmeasured: For each unit, whether what it keeps is not known; none by default.
+        """
+        for unit, is_unmeasured in zip(self.units, unmeasured, strict=False):
+            unit.unmeasured = is_unmeasured
         for unit, action in zip(self.units, plan.actions, strict=True):
             unit.starts_held = isinstance(action, (Keep, Offload, Compress))
             unit.selection = self._selection(unit.name, action)

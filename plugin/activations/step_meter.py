@@ -54,9 +54,14 @@ class StepMeter:
         """
         return self._transients.get(phase)
 
-    def at_unit_end(self, record: Record) -> int | None:
-        """Reads memory when a unit's forward has ended; returns the bytes in use."""
-        if record.held or record.cache is not None:
+    def at_unit_end(self, record: Record, *, selective: bool = False) -> int | None:
+        """Reads memory when a unit's forward has ended; returns the bytes in use.
+
+        Args:
+            record: What it saved.
+            selective: Whether results of chosen ops are kept, none of them too.
+        """
+        if record.held or selective:
             key = (record.name, "keep" if record.held else "selective")
             self.kept[key] = self.kept.get(key, 0) + record.own_bytes()
         if self._watched:

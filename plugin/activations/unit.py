@@ -48,6 +48,8 @@ class Unit:
         self.starts_held = False
         """Whether the next records start held (`keep`, and what is moved when the forward has
         ended: `offload`, `compress`) or evicted (`selective`, `recompute`, `recompute+offload`)."""
+        self.unmeasured = False
+        """Whether the next records are held until their forward ends, to see what they keep."""
         self.selection: OpSelection | None = None
         """Which results are kept where records start evicted (`selective`), None for none."""
         self.stash: Stash | None = None
@@ -81,7 +83,7 @@ class Unit:
         """Runs one call, and again if memory runs out and evicting others helps."""
         args, kwargs, filled_cache = without_empty_caches(args, kwargs)
         given = ContainerContents((*args, *kwargs.values()))
-        held = self.starts_held or self._is_first_call
+        held = self.starts_held or self.unmeasured or self._is_first_call
         while True:
             record = self._open((args, kwargs), held=held, filled_cache=filled_cache)
             try:
@@ -163,7 +165,7 @@ class Unit:
             record.cache = None
         if self.ledger.after_forward is not None:
             self.ledger.after_forward(record)
-        if first and not self.starts_held and record.pinned is None:
+        if (first or self.unmeasured) and not self.starts_held and record.pinned is None:
             record.let_go()
         if self.stash is not None:
             self._move(record, self.stash)

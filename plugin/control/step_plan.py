@@ -127,6 +127,9 @@ class StepDecision:
     limit_bytes: int | None
     """Budget less the reserve."""
 
+    unmeasured: tuple[bool, ...]
+    """For each unit, whether the plan would like to know what it keeps and nobody has seen it."""
+
     needed_after_bytes: tuple[int, ...]
     """For each unit, the most that the rest of the step needs when its forward has ended, beside
     what was in use before the step and what the units so far keep."""
@@ -161,6 +164,7 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
         plan=plan,
         predicted_peak_bytes=peak,
         limit_bytes=limit,
+        unmeasured=_unmeasured(costs, request),
         needed_after_bytes=_needed_after(costs, request, plan, working),
         armed=risky,
         watched=limit is not None and not known,
@@ -250,18 +254,28 @@ def _choose(
 def _keep_from_the_last(
     costs: Costs, request: StepRequest, working: WorkingSet, free_bytes: int
 ) -> list[Action]:
-    """Keeps units from the last one on while everything kept fits into `free_bytes`."""
+    """Keeps units from the last one on while everything kept fits into `free_bytes`.
+
+    Units of a class that has never been seen to run are passed over: they may never do.
+    """
+    unmeasured = _unmeasured(costs, request)
     chosen: list[Action] = [Recompute() for _ in request.actions]
     for i in reversed(range(len(chosen))):
-        if request.actions[i] is not None:
+        if request.actions[i] is not None or unmeasured[i]:
             continue
         tried = [*chosen[:i], Keep(), *chosen[i + 1 :]]
         actions = [a if a is not None else c for a, c in zip(request.actions, tried, strict=True)]
         kept = _kept(costs, request, actions)
-        if None in kept or working.beside([size or 0 for size in kept]) > free_bytes:
+        if working.beside([size or 0 for size in kept]) > free_bytes:
             break
         chosen = tried
     return chosen
+
+
+def _unmeasured(costs: Costs, request: StepRequest) -> tuple[bool, ...]:
+    known = {name for name, curve in costs.kept if curve.points}
+    pairs = zip(request.unit_classes, request.actions, strict=True)
+    return tuple(action is None and unit_class not in known for unit_class, action in pairs)
 
 
 def kept_key(unit_class: str, action_name: str) -> str:

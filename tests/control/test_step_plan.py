@@ -60,6 +60,18 @@ def _letters(decision: StepDecision) -> str:
     return "".join("K" if isinstance(action, Keep) else "R" for action in decision.plan.actions)
 
 
+def test_units_that_never_ran_do_not_keep_others_from_being_kept() -> None:
+    classes = ("Block", "Tower", "Block", "Tower")
+    decision = plan_step(KNOWN, _request(unit_classes=classes))
+    assert _letters(decision) == "KRKR"
+    assert decision.unmeasured == (False, True, False, True)
+    fixed = plan_step(KNOWN, _request(unit_classes=classes, actions=(None, R, None, K)))
+    assert _letters(fixed) == "KRKK"
+    assert fixed.unmeasured == (False,) * 4
+    assert fixed.predicted_peak_bytes is None
+    assert fixed.armed
+
+
 # What is free, and what fits: four units of 10 KiB beside one at work (14) and the head (5).
 # Kept i units from the end: max(10 (i - 1) + 14, 10 i + 5) KiB, and max(14, 5) with none.
 FITS = [
@@ -101,7 +113,7 @@ PLANS: dict[str, tuple[Costs, dict[str, Any], str]] = {
     "a class that was never kept": (
         KNOWN,
         {"unit_classes": ("Block", "Block", "Other", "Block")},
-        "RRRK",
+        "KKRK",
     ),
     "one unit": (KNOWN, {"unit_classes": ("Block",), "actions": (None,)}, "K"),
     "the policy decides all": (KNOWN, {"actions": (R, K, R, K)}, "RKRK"),
