@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from rematic.activations import torch_private
+from rematic.activations.host_generators import HostGenerator
 
 # Each switch is (read, write). Read in forward, written for the replay where it differs.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -31,6 +32,10 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
+Generator: TypeAlias = torch.Generator | HostGenerator
+"""What draws random numbers and can be put back."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AmbientState:
     """What a forward saw around it, so that its replay sees the same."""
@@ -41,8 +46,9 @@ class AmbientState:
     device_generators: tuple[tuple[torch.device, torch.Tensor], ...]
     """State of the generator of each accelerator the unit's tensors live on."""
 
-    own_generators: tuple[tuple[torch.Generator, torch.Tensor], ...]
-    """Generators that the call was given or that the unit's modules hold, and their states."""
+    own_generators: tuple[tuple[Generator, torch.Tensor], ...]
+    """Generators that the call was given or that the unit's modules hold, and those outside torch
+    that it draws from, and their states."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     """(device type, enabled, dtype) of autocast."""
@@ -55,7 +61,7 @@ class AmbientState:
 
 
 def capture_ambient(
-    devices: tuple[torch.device, ...], generators: tuple[torch.Generator, ...] = ()
+    devices: tuple[torch.device, ...], generators: tuple[Generator, ...] = ()
 ) -> AmbientState:
     """Reads the state around a call whose tensors live on `devices`, and that of `generators`."""
     types = {"cpu", *(device.type for device in devices)}

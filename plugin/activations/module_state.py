@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rematic.activations.host_generators import HOST_GENERATORS, HostGenerator
 from rematic.activations.kept_values import (
     CLONED_BUFFER_BYTES,
     CONTAINERS,
@@ -79,6 +80,7 @@ class ModuleState:
 
     __slots__ = (
         "_all_may_change",
+        "_host_states",
         "attributes",
         "children",
         "computed",
@@ -98,7 +100,12 @@ class ModuleState:
         self.objects: list[ObjectState] = []
         self.tensor_states: list[TensorState] = []
         self.containers: list[ContainerState] = []
-        self.generators: list[torch.Generator] = []
+        self.generators: list[torch.Generator | HostGenerator] = [
+            generator
+            for generator in HOST_GENERATORS
+            if mutable is None or generator.name in mutable
+        ]
+        self._host_states = [(g, g.get_state()) for g in HOST_GENERATORS if mutable is None]
         self.parameters: list[ParameterState] = []
         for path, part in module.named_modules():
             prefix = f"{path}." if path else ""
@@ -166,9 +173,10 @@ class ModuleState:
             held.leave_graph()
 
     def changed_names(self) -> frozenset[str]:
-        """Returns the full names of the cloned tensors and of the objects that forward changed."""
-        objects = frozenset(held.full_name for held in self.objects if held.changed())
-        return objects | frozenset(
+        """Returns the full names of what forward changed: cloned tensors, objects, generators."""
+        names = {held.full_name for held in self.objects if held.changed()}
+        names |= {g.name for g, state in self._host_states if not torch.equal(state, g.get_state())}
+        return frozenset(names) | frozenset(
             state.full_name
             for state in self.tensor_states
             if state.clone is not None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import random
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -80,6 +82,19 @@ def _own_generator(blocks: nn.ModuleList, evict: Evict) -> Tensors:
         yield from chain(blocks, evict)
     for block in blocks:
         yield block.noise.get_state()
+
+
+class DrawsOutsideTorch(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (random.random() + float(np.random.rand())))
+
+
+def _draws_outside_torch(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    random.seed(0)
+    np.random.seed(0)
+    for _ in range(3):
+        yield from chain(blocks, evict)
+    yield torch.tensor([random.random(), float(np.random.rand())])
 
 
 class GivenGenerator(Block):
@@ -242,6 +257,7 @@ CASES = (
     Case(name="mutates its input", block=MutatesItsInput, drive=_mutates_its_input, replayed=False),
     Case(name="dropout", block=Drops, drive=chain),
     Case(name="generator of its own", block=OwnGenerator, drive=_own_generator),
+    Case(name="generators outside torch", block=DrawsOutsideTorch, drive=_draws_outside_torch),
     Case(name="generator as argument", block=GivenGenerator, drive=_given_generator),
     Case(name="counters", block=Counts, drive=_counts),
     Case(name="counters inside others", block=CountsElsewhere, drive=_counts_elsewhere),
