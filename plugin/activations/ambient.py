@@ -46,7 +46,7 @@ class AmbientState:
     device_generators: tuple[tuple[torch.device, torch.Tensor], ...]
     """State of the generator of each accelerator the unit's tensors live on."""
 
-    own_generators: tuple[tuple[Generator, torch.Tensor], ...]
+    own_generators: tuple[tuple[Generator, Any], ...]
     """Generators that the call was given or that the unit's modules hold, and those outside torch
     that it draws from, and their states."""
 

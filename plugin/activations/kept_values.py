@@ -59,7 +59,7 @@ def same_contents(before: Value, now: Value) -> bool:
         return before.keys() == now.keys() and all(same_contents(before[k], now[k]) for k in before)
     if kind is tuple or (kind in CONTAINERS and kind is not set):
         return len(before) == len(now) and all(map(same_contents, before, now))
-    return bool(before == now) if kind in (bool, int, float, str, set) else False
+    return bool(before == now) if kind in (bool, int, float, str, bytes, set) else False
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -175,7 +175,7 @@ class ModuleState:
     def changed_names(self) -> frozenset[str]:
         """Returns the full names of what forward changed: cloned tensors, objects, generators."""
         names = {held.full_name for held in self.objects if held.changed()}
-        names |= {g.name for g, state in self._host_states if not torch.equal(state, g.get_state())}
+        names |= {g.name for g, state in self._host_states if state != g.get_state()}
         return frozenset(names) | frozenset(
             state.full_name
             for state in self.tensor_states

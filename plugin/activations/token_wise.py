@@ -209,7 +209,7 @@ def _generators_moved(ambient: AmbientState) -> bool:
     for kind in ("device_generators", "own_generators"):
         before, after = getattr(ambient, kind), getattr(now, kind)
         pairs += [(b, a) for (_, b), (_, a) in zip(before, after, strict=True)]
-    return not all(torch.equal(before, after) for before, after in pairs)
+    return not all(same_contents(before, after) for before, after in pairs)
 
 
 def _changed_state(state: ModuleState) -> str | None:
