@@ -87,7 +87,7 @@ class Session:
         self.last_step: StepRecord | None = None
         """The micro-batch finished last."""
         self._engine = engine
-        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list(model.parameters())
         self._costs = Costs()
         self._step: OpenStep | None = None
         self._pending: list[_Change] = []
@@ -181,7 +181,7 @@ class Session:
             number=self.num_steps,
             shape=shape,
             armed=mode == "always" or (mode == "auto" and armed),
-            gradient_bytes=lambda: gradient_bytes(self._trainable),
+            gradient_bytes=lambda: gradient_bytes(self._parameters),
             write=self.settings.journal.write,
         )
 
@@ -308,7 +308,7 @@ class Session:
             unit_classes=tuple(self._engine.classes.values()),
             actions=self._actions,
             in_use_bytes=self.probe.allocated_bytes(),
-            pending_gradient_bytes=pending_gradient_bytes(self._trainable),
+            pending_gradient_bytes=pending_gradient_bytes(self._parameters),
             budget_bytes=self.budget_bytes,
             reserve=self.settings.reserve,
         )

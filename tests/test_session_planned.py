@@ -63,6 +63,29 @@ def test_units_are_kept_although_nothing_was_learned_from_their_first_forward(
     assert session.last_step.plan == {"keep": 3}
 
 
+def test_gradients_of_weights_that_were_frozen_at_first_are_expected() -> None:
+    model, probe = make_model(), SimulatedProbe()
+    model.blocks.requires_grad_(False)
+    probe.track(model.parameters())
+    session = rematic.attach(model, budget="1GiB", probe=probe)
+
+    def predicted_beyond_what_was_there() -> int:
+        with probe, session.step(make_input(1)):
+            model(make_input(1)).backward()
+        step = session.last_step
+        assert step is not None
+        assert step.predicted_peak_bytes is not None
+        assert step.before.allocated_bytes is not None
+        return step.predicted_peak_bytes - step.before.allocated_bytes
+
+    with probe, session.step(make_input(1)):
+        model(make_input(1, requires_grad=True)).backward()
+    frozen = predicted_beyond_what_was_there()
+    model.blocks.requires_grad_(True)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.blocks.parameters())
+    assert predicted_beyond_what_was_there() >= frozen + num_bytes // 2
+
+
 def test_a_unit_whose_kept_results_are_useless_does_not_keep_others_from_being_kept() -> None:
     class InPlace(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,16 @@ def inside_function_transform() -> bool:
     return peek is not None and peek() is not None
 
 
+def inside_forward_ad() -> bool:
+    """Returns whether a level of forward-mode differentiation is open."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+def parametrizations_are_cached() -> bool:
+    """Returns whether `torch.nn.utils.parametrize.cached()` is open."""
+    return getattr(torch.nn.utils.parametrize, "_cache_enabled", 0) > 0
+
+
 def has_outer_saved_tensor_hooks() -> bool:
     """Returns whether somebody else's default saved-tensor hooks are active (`save_on_cpu`)."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

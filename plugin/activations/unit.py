@@ -303,6 +303,10 @@ def is_recording() -> bool:
 def _pass_through_reason() -> str | None:
     if torch_private.inside_function_transform():
         return "torch.func transforms refuse saved-tensor hooks"
+    if torch_private.inside_forward_ad():
+        return "the tangents of forward-mode differentiation are not there in a replay"
+    if torch_private.parametrizations_are_cached():
+        return "parametrize.cached() shares tensors between calls, which a replay would not find"
     if torch_private.has_outer_saved_tensor_hooks():
         return (
             "other saved-tensor hooks are active around it (save_on_cpu, activation offloading); "

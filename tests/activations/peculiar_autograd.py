@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -76,6 +80,27 @@ def _double_backward(blocks: nn.ModuleList, evict: Evict) -> Tensors:
     yield backward(first.pow(2).sum(), evict)
     assert x.grad is not None
     yield x.grad
+
+
+def _forward_mode(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    x = some_input()
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # what torch 2.13 itself imports
+        y = through(blocks, forward_ad.make_dual(x, torch.ones_like(x)))
+        value, tangent = forward_ad.unpack_dual(y)
+        yield tangent
+        yield backward((value + tangent).sum(), evict)
+
+
+class Normed(Block):
+    def setup(self) -> None:
+        self.up = weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def _cached_parametrizations(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    with parametrize.cached():
+        x = through(blocks, through(blocks, some_input()))
+    yield backward(x.sum(), evict)
 
 
 def _functional_call(blocks: nn.ModuleList, evict: Evict) -> Tensors:
@@ -221,5 +246,12 @@ CASES = (
         drive=_autocast(True, backward_inside=False),
     ),
     Case(name="autocast around backward only", block=Block, drive=_autocast_in_backward_only),
+    Case(name="forward mode", block=Block, drive=_forward_mode, replayed=False),
+    Case(
+        name="cached parametrizations",
+        block=Normed,
+        drive=_cached_parametrizations,
+        replayed=False,
+    ),
 )
 """Every step of this kind."""
