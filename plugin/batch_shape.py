@@ -36,8 +36,9 @@ def default_batch_shape(batch: object) -> BatchShape:
     Integers `(batch, length)` are token ids. (Masks `(batch, 1, length, length)` and positions
     `(3, batch, length)` are larger, and no measure of the batch.) Without any, floats
     `(batch, length, features)` are embeddings, `(batch, features)` have length 1, and
-    `(batch, channels, height, width)` have height x width positions. A batch without tensors
-    counts as one token. `padded` reads `attention_mask`.
+    `(batch, channels, height, width)` have height x width positions. Nested tensors (jagged ones)
+    have their mean length. A batch without tensors counts as one token. `padded` reads
+    `attention_mask`.
     """
     tensors = list(iter_leaves(batch))
     whole = [t for t in tensors if not t.is_floating_point() and not t.is_complex()]
@@ -46,12 +47,15 @@ def default_batch_shape(batch: object) -> BatchShape:
     candidates = tokens or floats or [t for t in whole if t.dim() >= 1]
     if not candidates:
         return BatchShape(batch=1, length=1, padded=False)
-    largest = max(candidates, key=torch.Tensor.numel)
+    largest = max(candidates, key=_num_elements)
     batch_size, length = _extent(largest)
     return BatchShape(batch=batch_size, length=length, padded=_is_padded(batch))
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.is_nested:
+        lengths = [len(sequence) for sequence in tensor.unbind()]
+        return len(lengths), math.ceil(sum(lengths) / max(len(lengths), 1))
     if tensor.dim() == 1:
         return int(tensor.shape[0]), 1
     if not tensor.is_floating_point() or tensor.dim() == 3:
@@ -59,9 +63,14 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return int(tensor.shape[0]), math.prod(tensor.shape[2:])
 
 
+def _num_elements(tensor: torch.Tensor) -> int:
+    # the shape of a nested tensor holds symbols
+    return sum(map(torch.numel, tensor.unbind())) if tensor.is_nested else tensor.numel()
+
+
 def _is_padded(batch: object) -> bool:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, torch.Tensor):
         return False
     # on an accelerator the values would cost a synchronisation: a mask is taken at its word
-    return mask.device.type != "cpu" or not bool(mask.all())
+    return mask.device.type != "cpu" or mask.is_nested or not bool(mask.all())

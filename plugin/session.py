@@ -274,7 +274,7 @@ class Session:
         """Takes up the state that `state_dict` returned, before the first step.
 
         Raises:
-            ValueError: If the state is of another version or another model.
+            ValueError: If the state is damaged, or of another version or another model.
         """
         version, units = state.get("version"), list(self._engine.classes)
         if version != STATE_VERSION:
@@ -282,15 +282,22 @@ class Session:
                 f"the saved state has version {version!r}: expected {STATE_VERSION}. Resume with "
                 "the version of rematic that wrote it, or start without its state."
             )
-        if list(state["units"]) != units:
+        saved = list(state.get("units", []))
+        if saved != units:
             raise ValueError(
-                f"the saved state is of another model: it has {len(state['units'])} units "
-                f"({_span(state['units'])}), this one {len(units)} ({_span(units)}). Resume with "
+                f"the saved state is of another model: it has {len(saved)} units "
+                f"({_span(saved)}), this one {len(units)} ({_span(units)}). Resume with "
                 "the model that was saved, or start without its state."
             )
-        self._history = control.history_from_plain(state["history"])
-        self._costs = control.costs_from_plain(state["costs"])
-        self.num_steps = state["num_steps"]
+        try:
+            history = control.history_from_plain(state["history"])
+            costs, num_steps = control.costs_from_plain(state["costs"]), int(state["num_steps"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"the saved state is damaged ({type(error).__name__}: {error}): expected what "
+                "`state_dict` returned. Resume from another checkpoint, or start without its state."
+            ) from error
+        self._history, self._costs, self.num_steps = history, costs, num_steps
         self._actions = resolve(self.policy, self._engine.classes)
 
     def detach(self) -> None:

@@ -22,6 +22,10 @@ def _ids(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.long)
 
 
+def _jagged(*lengths: int) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(n, 3) for n in lengths], layout=torch.jagged)
+
+
 SHAPES: dict[str, tuple[Any, tuple[int, int]]] = {
     "nothing": (None, (1, 1)),
     "no tensors": ({"a": "b", "c": [1, 2]}, (1, 1)),
@@ -56,6 +60,8 @@ SHAPES: dict[str, tuple[Any, tuple[int, int]]] = {
     "vector": (torch.zeros(5), (5, 1)),
     "a mask alone": (torch.ones(2, 16, dtype=torch.bool), (2, 16)),
     "scalar": (torch.tensor(1.0), (1, 1)),
+    "jagged": (_jagged(2, 5), (2, 4)),
+    "jagged beside a smaller one": ({"x": _jagged(2, 5), "mask": torch.zeros(1, 3)}, (2, 4)),
     "empty": (_ids(0, 16), (0, 16)),
     "no images": (torch.zeros(0, 3, 4, 4), (0, 16)),
 }

@@ -177,3 +177,16 @@ def test_the_state_of_another_model_is_refused() -> None:
     assert other.state_dict() == before
     session.detach()
     other.detach()
+
+
+@pytest.mark.parametrize("key", ["history", "costs", "num_steps"])
+def test_a_damaged_state_is_refused_and_nothing_of_it_taken(key: str) -> None:
+    session = rematic.attach(make_model(), policy="keep")
+    before = session.state_dict()
+    session.switch("recompute")
+    damaged = {name: value for name, value in session.state_dict().items() if name != key}
+    session.load_state_dict(before)
+    with pytest.raises(ValueError, match=f"^the saved state is damaged .*{key}.*: expected what"):
+        session.load_state_dict(damaged)
+    assert session.state_dict() == before
+    session.detach()

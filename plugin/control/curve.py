@@ -18,7 +18,11 @@ class Curve:
     """(tokens, bytes), ascending in tokens."""
 
     def updated(self, tokens: int, num_bytes: int) -> Curve:
-        """Returns the curve with one more measurement; the newest of a bucket wins."""
+        """Returns the curve with one more measurement; the newest of a bucket wins.
+
+        A batch without tokens counts as one token, as nothing is in proportion to none.
+        """
+        tokens = max(tokens, 1)
         bucket = _bucket(tokens)
         others = [point for point in self.points if _bucket(point[0]) != bucket]
         return replace(self, points=tuple(sorted([*others, (tokens, num_bytes)])))

@@ -32,8 +32,10 @@ def make_probe(
     Raises:
         ValueError: If there is no such kind, or it cannot read the device.
     """
-    if kind is not None and not isinstance(kind, str):
+    if isinstance(kind, Probe):
         return kind
+    if kind is not None and not isinstance(kind, str):
+        raise ValueError(f"the probe {kind!r} is none: expected a probe, or one of {_KINDS}")
     chosen = _KIND_OF_DEVICE.get(device.type, "accelerator") if kind in (None, "auto") else kind
     if chosen == "host" and device.type == "cpu":
         return HostProbe(capacity_bytes, overhead_bytes)

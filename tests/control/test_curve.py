@@ -28,6 +28,8 @@ AT: dict[str, tuple[Curve, int, int | None]] = {
     "between two, on the line": (_curve((100, 50), (200, 150)), 150, 100),
     "above, rising faster than in proportion": (_curve((100, 100), (200, 400)), 300, 700),
     "above, rising slower: in proportion": (_curve((100, 100), (200, 110)), 400, 220),
+    "after a batch without tokens": (_curve((0, 10)), 5, 50),
+    "for a batch without tokens": (_curve((100, 50)), 0, 0),
     "exactly on an inner point": (_curve((100, 1), (200, 2), (400, 9)), 200, 2),
 }
 

@@ -44,6 +44,11 @@ def test_the_numbers_reach_the_probe() -> None:
     assert simulated.snapshot().capacity_bytes == 1000
 
 
+def test_what_is_no_probe_is_refused() -> None:
+    with pytest.raises(ValueError, match="the probe 5 is none: expected a probe, or one of"):
+        make_probe(5, device=CPU)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("kind", "device", "message"),
     [
