@@ -88,7 +88,12 @@ def attach(
         device=device,
         is_planned=first.default is None,
     )
-    engine = Engine(model, chosen.policy.units, scratch_dir=chosen.memory.scratch_dir)
+    engine = Engine(
+        model,
+        chosen.policy.units,
+        scratch_dir=chosen.memory.scratch_dir,
+        trust=chosen.policy.trust,
+    )
     try:
         return Session(
             model,

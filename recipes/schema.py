@@ -263,6 +263,8 @@ class PolicyConfig:
     """Patterns that name the units; empty (default): the blocks of every repeated stack."""
     rules: tuple[RuleConfig, ...] = ()
     """Rules in order, for units that must not follow `start`; default none."""
+    trust: tuple[str, ...] = ()
+    """Patterns of units whose replay is not checked on the first batch; default none."""
     op_retry: OpRetry = "auto"
     """When a failed op is run again; `auto` (default): on steps that are predicted risky."""
 
@@ -279,6 +281,7 @@ class PolicyConfig:
         instances(
             self, "rules", kind=RuleConfig, remedy="write (RuleConfig(match=..., action=...),)"
         )
+        instances(self, "trust", kind=str, remedy="write patterns such as ['model.layers.0']")
         one_of(self, "op_retry", choices=get_args(OpRetry), remedy="write auto where unsure")
 
 

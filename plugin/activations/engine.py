@@ -13,7 +13,16 @@ from rematic.activations.selective import OpSelection
 from rematic.activations.stash_places import StashPlaces
 from rematic.activations.unit import Unit, UnitForward
 from rematic.activations.units import find_units
-from rematic.policy import DEFAULT_SAVED, Action, Compress, Keep, Offload, Plan, Selective
+from rematic.policy import (
+    DEFAULT_SAVED,
+    Action,
+    Compress,
+    Keep,
+    Offload,
+    Plan,
+    Selective,
+    match_names,
+)
 
 
 class Engine:
@@ -25,18 +34,22 @@ class Engine:
         patterns: Sequence[str] = (),
         *,
         scratch_dir: str | Path | None = None,
+        trust: Sequence[str] = (),
     ) -> None:
         _refuse_other_owners(model)
         found = find_units(model, patterns)
+        self.classes = {name: type(module).__name__ for name, module in found}
+        trusted = {name for pattern in trust for name in match_names(pattern, self.classes)}
         self.ledger = Ledger()
         self.units = [
             Unit(name, module, position=i, ledger=self.ledger)
             for i, (name, module) in enumerate(found)
         ]
+        for unit in self.units:
+            unit.trusted = unit.name in trusted
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._places = StashPlaces(device, scratch_dir)
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
-        self.classes = {name: type(module).__name__ for name, module in found}
 
     def apply(self, plan: Plan, *, unmeasured: Sequence[bool] = ()) -> None:
         """Makes the next records start as the plan says.

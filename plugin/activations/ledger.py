@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -39,6 +40,21 @@ class LedgerCounts:
     """Replays by name of unit."""
 
 
+Kind: TypeAlias = tuple[type, bool, bool]
+"""Class of a unit, whether it was training, whether it holds hooks that only look on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one replay of a unit has shown of all of its kind."""
+
+    objection: str | None
+    """Why they cannot be replayed, None if they can."""
+
+    hooks_act: bool
+    """Whether hooks that return nothing must run in replays all the same."""
+
+
 class Ledger:
     """Knows every record of a model, weakly, and lets go of the cheapest bytes first."""
 
@@ -51,6 +67,8 @@ class Ledger:
         self.at_unit_retry: Callable[[str, int, Eviction], None] | None = None
         """Called with a unit's name, the bytes wanted and what was evicted, before its forward
         runs again."""
+        self.verdicts: dict[Kind, Verdict] = {}
+        """What the safety check found, by kind of unit."""
         self._records: list[weakref.ref[Record]] = []
         self._purge_at = 64
         self._num_opened = 0

@@ -172,6 +172,10 @@ class ModuleState:
         for held in self.objects:
             held.leave_graph()
 
+    def inner_modules(self) -> list[nn.Module]:
+        """Returns the modules inside the unit; the hooks of the unit itself never see a replay."""
+        return [part for part, _ in self.attributes[1:]]
+
     def changed_names(self) -> frozenset[str]:
         """Returns the full names of what forward changed: cloned tensors, objects, generators."""
         names = {held.full_name for held in self.objects if held.changed()}

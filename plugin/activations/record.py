@@ -19,6 +19,7 @@ from rematic.activations.ambient import capture_ambient
 from rematic.activations.arguments import Argument, CallArguments
 from rematic.activations.module_state import ModuleState, version_of
 from rematic.activations.nested import iter_leaves
+from rematic.activations.observers import Observers
 from rematic.activations.selective import SelectiveCache
 from rematic.stash import Handle, Stash
 
@@ -88,6 +89,7 @@ class Record:
         "module_state",
         "name",
         "num_replays",
+        "observers",
         "pinned",
         "position",
         "serial",
@@ -104,6 +106,7 @@ class Record:
         module_state: ModuleState,
         held: bool,
         cache: SelectiveCache | None = None,
+        observers: Observers | None = None,
     ) -> None:
         self.name = name
         self.position = position
@@ -113,6 +116,8 @@ class Record:
         self.forward = forward
         self.held = held
         """Whether saved tensors are held from now on."""
+        self.observers = Observers() if observers is None else observers
+        """Hooks that a replay leaves out."""
         self.cache = cache
         """Results of chosen ops that a replay need not compute again."""
         self.pinned: str | None = None

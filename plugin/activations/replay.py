@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -23,7 +24,7 @@ class ReplayError(RuntimeError):
     """A replay did not do what forward did, so the gradients could not be trusted."""
 
 
-class _EveryHolderFilled(BaseException):
+class EveryHolderFilled(BaseException):
     """Stops a replay early: nothing after this point is needed."""
 
 
@@ -52,29 +53,14 @@ class _Refill:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self.num_slots
         self.num_slots += 1
-        self._check(index, tensor)
+        check_slot(self.record, index, tensor)
         alias = tensor.detach() if tensor.requires_grad else tensor
         if index in self.missing:
             self._refuse_changed(index, tensor)
             self.filled[index] = (alias, version_of(tensor))
         if index == self.last:
-            raise _EveryHolderFilled
+            raise EveryHolderFilled
         return alias
-
-    def _check(self, index: int, tensor: torch.Tensor) -> None:
-        metadata = self.record.metadata
-        if index >= len(metadata):
-            raise ReplayError(
-                f"the replay of unit {self.record.name!r} saved more than the {len(metadata)} "
-                f"tensors its forward saved. {_ADVICE}"
-            )
-        wanted = metadata[index]
-        if not wanted.fits(tensor):
-            found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device, None)
-            raise ReplayError(
-                f"the replay of unit {self.record.name!r} made another tensor at position "
-                f"{index}: forward saved {wanted}, the replay {found}. {_ADVICE}"
-            )
 
     def _refuse_changed(self, index: int, tensor: torch.Tensor) -> None:
         # Only a tensor from outside (no argument, parameter or buffer) still has the storage that
@@ -114,31 +100,67 @@ def replay(record: Record) -> None:
     if not refill.missing:
         return
     record.num_replays += 1
+    try:
+        run_again(record, refill.pack, cached=True)
+    except EveryHolderFilled:
+        _fill(record, refill)
+        return
+    raise ReplayError(
+        f"the replay of unit {record.name!r} saved {refill.num_slots} tensors where its "
+        f"forward saved {len(record.metadata)}. {_ADVICE}"
+    )
+
+
+def check_slot(record: Record, index: int, tensor: torch.Tensor) -> None:
+    """Compares what a replay saves at a position with what forward saved there.
+
+    Raises:
+        ReplayError: If forward saved nothing there, or a tensor of another kind.
+    """
+    metadata = record.metadata
+    if index >= len(metadata):
+        raise ReplayError(
+            f"the replay of unit {record.name!r} saved more than the {len(metadata)} "
+            f"tensors its forward saved. {_ADVICE}"
+        )
+    wanted = metadata[index]
+    if not wanted.fits(tensor):
+        found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device, None)
+        raise ReplayError(
+            f"the replay of unit {record.name!r} made another tensor at position "
+            f"{index}: forward saved {wanted}, the replay {found}. {_ADVICE}"
+        )
+
+
+def run_again(
+    record: Record, pack: Callable[[torch.Tensor], torch.Tensor], *, cached: bool
+) -> None:
+    """Runs the forward of a record again, in the state it ran in, and restores everything.
+
+    Args:
+        record: The record.
+        pack: Takes what is saved; raises `EveryHolderFilled` when nothing more is needed.
+        cached: Whether results kept by `selective` are used (each can be used once).
+
+    Raises:
+        EveryHolderFilled: As `pack` raised it.
+    """
     record.busy = True
     _state.depth = getattr(_state, "depth", 0) + 1
     try:
-        _run(record, refill)
+        args, kwargs = record.arguments.rebuild()
+        cache = record.cache.replaying() if cached and record.cache else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(applied(record.ambient))
+            stack.enter_context(record.module_state.replayed())
+            stack.enter_context(record.observers.silenced(record.module_state.inner_modules()))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _as_packed))
+            stack.enter_context(cache)
+            record.forward(*args, **kwargs)
     finally:
         _state.depth -= 1
         record.busy = False
-    _fill(record, refill)
-
-
-def _run(record: Record, refill: _Refill) -> None:
-    args, kwargs = record.arguments.rebuild()
-    with applied(record.ambient), record.module_state.replayed(), torch.enable_grad():
-        hooks = torch.autograd.graph.saved_tensors_hooks(refill.pack, _as_packed)
-        cache = contextlib.nullcontext() if record.cache is None else record.cache.replaying()
-        try:
-            with hooks, cache:
-                record.forward(*args, **kwargs)
-        except _EveryHolderFilled:
-            return
-    if refill.num_slots <= refill.last:
-        raise ReplayError(
-            f"the replay of unit {record.name!r} saved {refill.num_slots} tensors where its "
-            f"forward saved {len(record.metadata)}. {_ADVICE}"
-        )
 
 
 def _as_packed(tensor: torch.Tensor) -> torch.Tensor:

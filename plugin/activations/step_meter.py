@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from rematic.activations.ledger import Ledger
 from rematic.activations.record import Record
+from rematic.activations.replay import replaying
 from rematic.activations.unit import is_recording
 
 Phase: TypeAlias = Literal["unit", "head", "backward"]
@@ -87,8 +88,8 @@ class StepMeter:
     def read(self) -> int | None:
         """Reads memory; called after every op of a watched step. Returns the bytes in use."""
         allocated = self._allocated_bytes()
-        if allocated is None or self.paused:
-            return allocated
+        if allocated is None or self.paused or (replaying() and not self._in_backward):
+            return allocated  # (the safety check of a first call replays in forward)
         if self.peak_bytes is None or allocated > self.peak_bytes:
             self.peak_bytes = allocated
         if self._watched and self.before_bytes is not None:

@@ -21,11 +21,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
 from rematic.activations.key_value_cache import without_empty_caches
-from rematic.activations.ledger import Ledger
+from rematic.activations.ledger import Ledger, Verdict
 from rematic.activations.module_state import ModuleState
 from rematic.activations.nested import ContainerContents
+from rematic.activations.observers import Observers
 from rematic.activations.record import Record
 from rematic.activations.replay import replaying
+from rematic.activations.safety import objection
 from rematic.activations.selective import OpSelection, SelectiveCache
 from rematic.memory import is_out_of_memory, requested_bytes
 from rematic.stash import Stash, StashError
@@ -61,6 +63,9 @@ class Unit:
         """Forwards run again because memory ran out."""
         self.pinned: str | None = None
         """Why this unit's records are never evicted, None if they can be."""
+        self.trusted = False
+        """Whether the user vouches that it can be replayed: it is not checked."""
+        self._observers = Observers()
         self._module = weakref.ref(module)
         # Names of the tensors and objects that forward changes, in training and in evaluation.
         self._mutable: dict[bool, frozenset[str]] = {}
@@ -126,6 +131,7 @@ class Unit:
             module_state=ModuleState(self.module, self._mutable.get(self.module.training)),
             held=held or filled_cache or self.pinned is not None,
             cache=self._cache(),
+            observers=self._observers,
         )
         if filled_cache:
             record.pinned = "it was given a filled key/value cache"
@@ -147,7 +153,10 @@ class Unit:
         start = time.perf_counter()
         hooks = saved_tensors_hooks(record.pack, self.ledger.unpack)
         cache = contextlib.nullcontext() if record.cache is None else record.cache.recording()
-        with recording(), hooks, cache:
+        watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._is_first_call:
+            watching = self._observers.watching(record.module_state.inner_modules())
+        with recording(), hooks, cache, watching:
             output = record.forward(*args, **kwargs)
         record.forward_seconds = time.perf_counter() - start
         return output
@@ -160,7 +169,9 @@ class Unit:
         if record.pinned == _FIRST_CALL:
             record.pinned = None
         if record.arguments.mutated_positions():
-            self._pin(record)
+            self._pin(record, "it changes its input in place. Clone the input inside the unit")
+        elif first and record.pinned is None and record.metadata and not self.trusted:
+            self._check(record)
         if record.cache is not None and not record.cache.is_usable():
             record.cache = None
         if self.ledger.after_forward is not None:
@@ -184,15 +195,33 @@ class Unit:
         # outside `except`: what is recomputed instead needs no place
         record.evict()
 
-    def _pin(self, record: Record) -> None:
-        record.pinned = "it changes its input in place"
+    def _check(self, record: Record) -> None:
+        num_silent = self._observers.num_silent
+        kind = (type(self.module), self.module.training, num_silent > 0)
+        verdicts = self.ledger.verdicts
+        if kind not in verdicts:
+            try:
+                reason = objection(record)
+                hooks_act = self._observers.num_silent < num_silent
+                verdicts[kind] = Verdict(objection=reason, hooks_act=hooks_act)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                return  # there is no room to check it; the next unit of the class will be
+        verdict = verdicts[kind]
+        if verdict.hooks_act:
+            self._observers.forget()
+        if verdict.objection is not None:
+            self._pin(record, f"{verdict.objection}. If you know better, name it in `policy.trust`")
+
+    def _pin(self, record: Record, reason: str) -> None:
+        record.pinned = reason.split(". ")[0]
         if self.pinned is None:
             self.pinned = record.pinned
             _log.warning(
-                "unit %r is kept under every policy: %s, so it cannot be replayed. Clone the "
-                "input inside the unit to make it evictable.",
+                "unit %r is kept under every policy, since it cannot be replayed: %s.",
                 self.name,
-                self.pinned,
+                reason,
             )
 
     @property

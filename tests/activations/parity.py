@@ -103,9 +103,17 @@ def run_steps(
 
 
 @contextlib.contextmanager
-def attached(model: nn.Module, *, kept: Sequence[bool] | bool = True) -> Iterator[Engine]:
-    """Binds the model's units; `kept` says of each (or of all) whether its records start held."""
+def attached(
+    model: nn.Module, *, kept: Sequence[bool] | bool = True, trusted: bool = False
+) -> Iterator[Engine]:
+    """Binds the model's units.
+
+    `kept` says of each (or of all) whether its records start held; `trusted` leaves out the safety
+    check of the first call, which replays one unit of each class.
+    """
     engine = Engine(model)
+    for unit in engine.units:
+        unit.trusted = trusted
     flags = [kept] * len(engine.units) if isinstance(kept, bool) else kept
     engine.apply(Plan(actions=tuple(Keep() if flag else Recompute() for flag in flags)))
     try:

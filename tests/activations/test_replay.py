@@ -51,7 +51,7 @@ def test_a_replay_that_does_something_else_is_refused(
 ) -> None:
     monkeypatch.setattr(Unsteady, "change", staticmethod(change))
     model = make_model(Unsteady)
-    with attached(model, kept=False):
+    with attached(model, kept=False, trusted=True):
         loss = model(make_input())
         with pytest.raises(ReplayError, match=message):
             loss.backward()
@@ -66,7 +66,7 @@ class LosesItsEnd(Block):
 
 def test_a_replay_that_ends_early_says_how_many_tensors_it_saved() -> None:
     model = make_model(LosesItsEnd)
-    with attached(model, kept=False):
+    with attached(model, kept=False, trusted=True):
         loss = model(make_input())
         message = r"the replay of unit 'blocks\.2' saved \d+ tensors where its forward saved \d+\."
         with pytest.raises(ReplayError, match=message):

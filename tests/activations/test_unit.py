@@ -106,7 +106,7 @@ def test_a_forward_that_was_replaced_before_is_kept_and_given_back() -> None:
         return own(x)
 
     model.blocks[0].forward = patched
-    with attached(model, kept=False):
+    with attached(model, kept=False, trusted=True):
         model(make_input()).backward()
         assert calls == {"patched": 2}, "once in forward, once in the replay"
     assert model.blocks[0].forward is patched
@@ -165,8 +165,8 @@ def test_a_unit_that_changes_its_input_is_pinned_once_and_logged(
     assert [unit.pinned for unit in engine.units] == ["it changes its input in place"] * 2
     assert engine.ledger.counts.replays.total() == 0
     assert [record.getMessage() for record in caplog.records] == [
-        f"unit 'blocks.{i}' is kept under every policy: it changes its input in place, so it "
-        "cannot be replayed. Clone the input inside the unit to make it evictable."
+        f"unit 'blocks.{i}' is kept under every policy, since it cannot be replayed: it changes "
+        "its input in place. Clone the input inside the unit."
         for i in range(2)
     ]
     assert all(same_bits(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))

@@ -1,0 +1,78 @@
+"""Forward hooks inside a unit that only look on: a replay leaves them out (contract 4)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class Observers:
+    """Knows, by the numbers torch gives to hooks, which returned nothing whenever they ran.
+
+    A hook that returns nothing can still act on its module (some gather weights that way), so the
+    safety check compares one replay without them before they are left out for good.
+    """
+
+    def __init__(self) -> None:
+        self._silent: set[int] = set()
+        self._acting: set[int] = set()
+
+    @contextlib.contextmanager
+    def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+        """Learns from the hooks that run in the body."""
+        with _exchanged(parts, self._watched):
+            yield
+
+    @contextlib.contextmanager
+    def silenced(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+        """Leaves the observers out of the forward that runs in the body."""
+        with _exchanged(parts, self._without_observers):
+            yield
+
+    def forget(self) -> None:
+        """Takes none for an observer any more: a replay without them went wrong."""
+        self._acting |= self._silent
+        self._silent.clear()
+
+    @property
+    def num_silent(self) -> int:
+        """How many hooks are left out."""
+        return len(self._silent)
+
+    def _watched(self, hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+        return OrderedDict((number, self._watch(number, hook)) for number, hook in hooks.items())
+
+    def _watch(self, number: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = hook(*args, **kwargs)
+            if result is not None:
+                self._silent.discard(number)
+                self._acting.add(number)
+            elif number not in self._acting:
+                self._silent.add(number)
+            return result
+
+        return watched
+
+    def _without_observers(self, hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+        return OrderedDict((n, hook) for n, hook in hooks.items() if n not in self._silent)
+
+
+@contextlib.contextmanager
+def _exchanged(
+    parts: Sequence[nn.Module], change: Callable[[OrderedDict[int, Any]], OrderedDict[int, Any]]
+) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            for kind in _KINDS:
+                hooks = part.__dict__[kind]
+                if hooks:
+                    stack.callback(part.__dict__.__setitem__, kind, hooks)
+                    part.__dict__[kind] = change(hooks)
+        yield
