@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the command's name; None: those of the process.
     """
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments = _parse(argv)
     except SystemExit as exit_request:  # argparse has said what there is to say
         return int(exit_request.code or 0)
     run: Command = arguments.run
@@ -41,6 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return _complain("interrupted", code=INTERRUPTED)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments; `key=value` may also stand behind an option.
+
+    (argparse of Python 3.10 to 3.13 gives a `nargs="*"` all it gets at its first place.)
+    """
+    parser = build_parser()
+    arguments, left = parser.parse_known_args(argv)
+    if any(word.startswith("-") for word in left) or (left and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        arguments.overrides = [*arguments.overrides, *left]
+    return arguments
 
 
 def build_parser() -> argparse.ArgumentParser:

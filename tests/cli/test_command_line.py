@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -49,14 +50,36 @@ def test_the_module_runs_too() -> None:
         (["train"], "the following arguments are required: RECIPE"),
         (["report"], "the following arguments are required: RUN"),
         (["demo", "--documents", "many"], "invalid int value: 'many'"),
+        (["train", "tiny-cpu", "a.b=1", "--jsn", "c.d=2"], "unrecognized arguments: --jsn"),
+        (["report", "somewhere", "a.b=1"], "unrecognized arguments: a.b=1"),
     ],
-    ids=["nothing", "unknown", "no recipe", "no run", "not a number"],
+    ids=["nothing", "unknown", "no recipe", "no run", "not a number", "option", "no overrides"],
 )
 def test_refuses_an_unusable_command_line(
     capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["r", "a.b=1", "c.d=2", "--resume", "x", "--json"],
+        ["r", "--resume", "x", "--json", "a.b=1", "c.d=2"],
+        ["--json", "r", "a.b=1", "--resume", "x", "c.d=2"],
+        ["--json", "--resume", "x", "--", "r", "a.b=1", "c.d=2"],
+    ],
+    ids=["before options", "behind options", "around options", "behind a dash"],
+)
+def test_overrides_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(
+        "rematic.cli.train_command.run_train", lambda arguments: seen.append(arguments) or 0
+    )
+    assert main(["train", *argv]) == 0
+    assert (seen[0].recipe, seen[0].overrides) == ("r", ["a.b=1", "c.d=2"])
+    assert (seen[0].resume, seen[0].json) == ("x", True)
 
 
 @pytest.mark.parametrize(
