@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rematic.activations.module_state import version_of
-from rematic.activations.nested import iter_leaves, map_leaves
+from rematic.activations.nested import map_leaves
 from rematic.stash import Handle
 
 
@@ -46,21 +46,26 @@ class Argument:
 class CallArguments:
     """The arguments of one call, their containers rebuilt and their tensors aliased."""
 
-    __slots__ = ("args", "kwargs")
+    __slots__ = ("_arguments", "args", "kwargs")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen: dict[int, Argument] = {}
 
         def alias(tensor: torch.Tensor) -> Argument:
             # one alias per tensor: a tensor passed twice is the same tensor in the replay too
-            return seen.setdefault(id(tensor), Argument(tensor))
+            argument = seen.get(id(tensor))
+            if argument is None:
+                argument = seen[id(tensor)] = Argument(tensor)
+            self._arguments.append(argument)
+            return argument
 
+        self._arguments: list[Argument] = []
         self.args = map_leaves(alias, args)
         self.kwargs = map_leaves(alias, kwargs)
 
     def tensors(self) -> list[Argument]:
         """Returns the tensor arguments in order, repeated ones as often as they occur."""
-        return list(iter_leaves((self.args, self.kwargs), leaf=Argument))
+        return self._arguments
 
     def mutated_positions(self) -> list[int]:
         """Returns the positions, among the tensor arguments, of those changed in place."""

@@ -30,14 +30,21 @@ STALE = -2
 class SlotMetadata(NamedTuple):
     """What the tensor in a slot must look like when a replay makes it again.
 
-    (A named tuple: one is made for every saved tensor of every step.)
+    (A named tuple: one is made for every tensor that is not held.)
     """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     storage: weakref.ref[Any] | None
-    """The storage it had in forward, None for an external tensor or one without storage."""
+    """The storage it had in forward, None if it had none."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SlotMetadata:
+        """Reads a tensor."""
+        storage = torch_private.storage_of(tensor)
+        kept = None if storage is None else weakref.ref(storage)
+        return cls(tensor.shape, tensor.dtype, tensor.device, kept)
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor looks like this."""
@@ -75,6 +82,7 @@ class Record:
 
     __slots__ = (
         "__weakref__",
+        "_metadata",
         "ambient",
         "arguments",
         "busy",
@@ -85,7 +93,6 @@ class Record:
         "held",
         "holders",
         "lock",
-        "metadata",
         "module_state",
         "name",
         "num_replays",
@@ -129,7 +136,7 @@ class Record:
         """Seconds that the forward took, None while it runs."""
         self.lock = threading.RLock()
         self.holders: list[weakref.ref[Holder]] = []
-        self.metadata: list[SlotMetadata] = []
+        self._metadata: list[SlotMetadata | None] = []
         self.module_state = module_state
         self.arguments = CallArguments(*call)
         tensors = [argument.tensor() for argument in self.arguments.tensors()]
@@ -145,22 +152,31 @@ class Record:
         holder = Holder()
         holder.record = self
         holder.index = len(self.holders)
-        storage = torch_private.storage_of(tensor)
-        external = (
-            storage is not None and torch_private.key_of_storage(storage) in self.external_keys
-        )
-        holder.external = external
+        holder.external = external = torch_private.storage_key(tensor) in self.external_keys
         holder.version = version_of(tensor)
         holder.handle = None
         if external or self.held:
             # detached: an output of the unit would hold its own graph, and with it this holder
             holder.tensor = tensor.detach() if tensor.requires_grad else tensor
+            metadata = None  # a tensor that is held tells it itself
         else:
             holder.tensor = None
+            metadata = SlotMetadata.of(tensor)
         self.holders.append(weakref.ref(holder))
-        own = None if external or storage is None else weakref.ref(storage)
-        self.metadata.append(SlotMetadata(tensor.shape, tensor.dtype, tensor.device, own))
+        self._metadata.append(metadata)
         return holder
+
+    @property
+    def num_slots(self) -> int:
+        """How many tensors forward saved."""
+        return len(self.holders)
+
+    def metadata_of(self, index: int) -> SlotMetadata | None:
+        """Returns what forward saved at a position, None if nobody needs it any more."""
+        holder = self.holders[index]()
+        if holder is not None and holder.tensor is not None:
+            return SlotMetadata.of(holder.tensor)
+        return self._metadata[index]
 
     def live_holders(self) -> list[Holder]:
         """Returns the holders that autograd still needs."""
@@ -193,6 +209,7 @@ class Record:
             if holder.tensor is not None and not holder.external:
                 if version_of(holder.tensor) != holder.version:
                     holder.version = STALE
+                self._metadata[holder.index] = SlotMetadata.of(holder.tensor)
                 holder.tensor = None
 
     def move(self, stash: Stash) -> int:
@@ -257,8 +274,9 @@ class Record:
         if holder.version == STALE or version_of(tensor) != holder.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: saved tensor {holder.index} ({self.metadata[holder.index]}) "
-                f"of unit {self.name!r}, saved at version {holder.version}. Plain PyTorch refuses "
+                f"inplace operation: saved tensor {holder.index} "
+                f"({self.metadata_of(holder.index)}) of unit {self.name!r}, saved at version "
+                f"{holder.version}. Plain PyTorch refuses "
                 "this as well; clone the tensor before the in-place operation."
             )
         return tensor

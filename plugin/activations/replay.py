@@ -66,8 +66,8 @@ class _Refill:
         # Only a tensor from outside (no argument, parameter or buffer) still has the storage that
         # it had in forward. Versions of what the unit makes itself prove nothing: linear layers
         # count differently under a dispatch mode.
-        storage = self.record.metadata[index].storage
-        alive = None if storage is None else storage()
+        wanted = self.record.metadata_of(index)
+        alive = None if wanted is None or wanted.storage is None else wanted.storage()
         if alive is None or torch_private.key_of_storage(alive) != torch_private.storage_key(
             tensor
         ):
@@ -75,7 +75,7 @@ class _Refill:
         if self.missing[index] not in (STALE, version_of(tensor)):
             raise ReplayError(
                 f"cannot replay unit {self.record.name!r}: the tensor it saved at position {index} "
-                f"({self.record.metadata[index]}) was changed in place after its forward. Clone it "
+                f"({wanted}) was changed in place after its forward. Clone it "
                 "before the in-place operation, or keep this unit with a rule whose action is "
                 "`keep`."
             )
@@ -107,7 +107,7 @@ def replay(record: Record) -> None:
         return
     raise ReplayError(
         f"the replay of unit {record.name!r} saved {refill.num_slots} tensors where its "
-        f"forward saved {len(record.metadata)}. {_ADVICE}"
+        f"forward saved {record.num_slots}. {_ADVICE}"
     )
 
 
@@ -117,14 +117,13 @@ def check_slot(record: Record, index: int, tensor: torch.Tensor) -> None:
     Raises:
         ReplayError: If forward saved nothing there, or a tensor of another kind.
     """
-    metadata = record.metadata
-    if index >= len(metadata):
+    if index >= record.num_slots:
         raise ReplayError(
-            f"the replay of unit {record.name!r} saved more than the {len(metadata)} "
+            f"the replay of unit {record.name!r} saved more than the {record.num_slots} "
             f"tensors its forward saved. {_ADVICE}"
         )
-    wanted = metadata[index]
-    if not wanted.fits(tensor):
+    wanted = record.metadata_of(index)
+    if wanted is not None and not wanted.fits(tensor):
         found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device, None)
         raise ReplayError(
             f"the replay of unit {record.name!r} made another tensor at position "

@@ -40,7 +40,7 @@ def _compare(record: Record, *, holds: bool) -> str | None:
         if is_out_of_memory(error):
             raise
         return f"a replay of it raises {type(error).__name__}: {error}"
-    missing = len(record.metadata) - comparison.num_slots
+    missing = record.num_slots - comparison.num_slots
     return f"a replay of it saves {missing} tensors less than its forward" if missing else None
 
 
@@ -67,10 +67,10 @@ class _Comparison:
         if held is not None and not _same_bits(held, tensor):
             raise ReplayError(
                 f"a replay of unit {self._record.name!r} makes other values at position {index} "
-                f"({self._record.metadata[index]}): something outside torch decides them (NumPy's "
-                "or Python's generator, a counter, a kernel that is not deterministic)"
+                f"({self._record.metadata_of(index)}): something outside torch decides them (a "
+                "generator of another library, a counter, a kernel that is not deterministic)"
             )
-        if self.num_slots == len(self._record.metadata):
+        if self.num_slots == self._record.num_slots:
             raise EveryHolderFilled
         return tensor.detach() if self._holds else tensor.new_empty(0)
 

@@ -170,7 +170,7 @@ class Unit:
             record.pinned = None
         if record.arguments.mutated_positions():
             self._pin(record, "it changes its input in place. Clone the input inside the unit")
-        elif first and record.pinned is None and record.metadata and not self.trusted:
+        elif first and record.pinned is None and record.num_slots and not self.trusted:
             self._check(record)
         if record.cache is not None and not record.cache.is_usable():
             record.cache = None
