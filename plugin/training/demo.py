@@ -27,9 +27,9 @@ from rematic.training.environment import training_environment
 RECIPE = "tiny-cpu"
 """The recipe that the demo trains."""
 
-SETTINGS = ("data.max_length=768", "memory.budget=448MiB")
-"""What the demo changes of the recipe. The longest document needs 357 MiB recomputed and about
-560 MiB kept, so the budget lies half way; all parts together take some four minutes on two cores.
+SETTINGS = ("data.max_length=512", "memory.budget=408MiB")
+"""What the demo changes of the recipe. The longest document needs about 346 MiB recomputed and 480
+MiB kept, so the budget lies half way; all parts together take some five minutes on two cores.
 """
 
 PARTS = {
