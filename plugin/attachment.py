@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematic.activations import Engine
+from rematic.activations import Engine, Notice
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
 from rematic.journal import EventSink
 from rematic.memory import MemorySnapshot, Probe, make_probe, process_overhead_bytes
-from rematic.policy import Action, Policy, Rule, Selective, action_named, policy_named
+from rematic.policy import Action, Policy, Rule, Selective, Tile, action_named, policy_named
 from rematic.recipes import (
     ActionConfig,
     Budget,
@@ -23,6 +23,7 @@ from rematic.recipes import (
     Recipe,
     RuleConfig,
     SelectiveConfig,
+    TileConfig,
     load_recipe,
     parse_budget,
     recipe_from_config,
@@ -95,7 +96,7 @@ def attach(
         trust=chosen.policy.trust,
     )
     try:
-        return Session(
+        session = Session(
             model,
             engine,
             reader,
@@ -112,6 +113,27 @@ def attach(
     except BaseException:
         engine.detach()
         raise
+    if chosen.policy.tiled_loss:
+        _tile_the_loss(session)
+    return session
+
+
+def _tile_the_loss(session: Session) -> None:
+    from rematic.hosts.transformers_loss import use_tiled_loss  # needs transformers
+
+    try:
+        switch = use_tiled_loss(session.model)
+    except BaseException:
+        session.detach()
+        raise
+    session.at_detach.append(switch.remove)
+    session.write_notice(
+        Notice(
+            unit=switch.name,
+            kind="tiled_loss",
+            text="head and loss run in slices: their gradients are summed by slice",
+        )
+    )
 
 
 class _NoJournal:
@@ -177,6 +199,8 @@ def _rule(rule: RuleConfig) -> Rule:
 def _action(action: ActionConfig) -> Action:
     if isinstance(action, SelectiveConfig) and action.save:
         return Selective(save=action.save)
+    if isinstance(action, TileConfig):
+        return Tile(tile_tokens=action.tile_tokens, num_tiles=action.num_tiles, dim=action.dim)
     return action_named(action.name)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rematic import control
-from rematic.activations import Engine, OpRetry
+from rematic.activations import Engine, Notice, OpRetry
 from rematic.batch_shape import BatchShape
 from rematic.control import Costs, History, HistoryEntry, StepRequest
 from rematic.journal import EventSink
@@ -86,6 +86,8 @@ class Session:
         """Micro-batches finished."""
         self.last_step: StepRecord | None = None
         """The micro-batch finished last."""
+        self.at_detach: list[Callable[[], None]] = []
+        """Called when the session is detached, the last one first."""
         self._engine = engine
         self._parameters = list(model.parameters())
         self._costs = Costs()
@@ -98,6 +100,7 @@ class Session:
         self._plan = Plan(actions=tuple(action or Recompute() for action in self._actions))
         engine.apply(self._plan)
         self._boundaries: list[OptimizerBoundary] = []
+        engine.ledger.at_notice = self.write_notice
         self._write_attach()
         self.add_optimizers(*optimizers)
 
@@ -260,6 +263,17 @@ class Session:
         """Returns a table of what was declared and what was measured, unit by unit."""
         return format_session_report(self._engine, self.policy, self._actions, self.last_step)
 
+    def write_notice(self, notice: Notice) -> None:
+        """Writes to the journal what was found out about a unit."""
+        event = {
+            "event": "notice",
+            "step": self.num_steps,
+            "unit": notice.unit,
+            "kind": notice.kind,
+            "text": notice.text,
+        }
+        self.settings.journal.write({**event, "figures": dict(notice.figures)})
+
     def state_dict(self) -> dict[str, Any]:
         """Returns policy, history and learned costs in plain types."""
         return {
@@ -307,6 +321,8 @@ class Session:
             boundary.detach()
         self._boundaries = []
         self._engine.detach()
+        while self.at_detach:
+            self.at_detach.pop()()
 
     def _request(self, shape: BatchShape) -> StepRequest:
         return StepRequest(

@@ -26,7 +26,7 @@ def format_session_report(
             str(unit.num_forwards),
             str(engine.ledger.counts.replays[unit.name]),
             str(unit.num_retries),
-            unit.pinned or "",
+            unit.pinned or (unit.tiling.objection if unit.tiling else None) or "",
         )
         for unit, action in zip(engine.units, actions, strict=True)
     ]

@@ -24,5 +24,6 @@ from rematic.recipes.schema import RecomputeOffloadConfig as RecomputeOffloadCon
 from rematic.recipes.schema import RuleConfig as RuleConfig
 from rematic.recipes.schema import RunConfig as RunConfig
 from rematic.recipes.schema import SelectiveConfig as SelectiveConfig
+from rematic.recipes.schema import TileConfig as TileConfig
 from rematic.recipes.schema import TrainingConfig as TrainingConfig
 from rematic.recipes.tree import Origin as Origin

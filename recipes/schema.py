@@ -209,6 +209,34 @@ class CompressConfig:
     """Tells the action from the others."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """A token-wise module runs in slices of the sequence, which are recomputed in backward."""
+
+    name: Literal["tile"] = "tile"
+    """Tells the action from the others."""
+    tile_tokens: int | None = None
+    """Positions in a slice; None (default): 2048, or as num_tiles says."""
+    num_tiles: int | None = None
+    """Number of slices; None (default): as tile_tokens says."""
+    dim: int = 1
+    """Dimension of the sequence in every tensor, from the end if negative; default 1."""
+
+    def __post_init__(self) -> None:
+        whole_number(self, "tile_tokens", minimum=1, optional=True, remedy="write null for 2048")
+        whole_number(
+            self, "num_tiles", minimum=1, optional=True, remedy="write null to go by tile_tokens"
+        )
+        whole_number(self, "dim", minimum=-8, maximum=7, remedy="write 1 for (batch, seq, dim)")
+        require(
+            self,
+            "num_tiles",
+            self.tile_tokens is None or self.num_tiles is None,
+            expected=f"null, since tile_tokens is {self.tile_tokens}",
+            remedy="remove one of the two",
+        )
+
+
 ActionConfig: TypeAlias = (
     KeepConfig
     | SelectiveConfig
@@ -216,6 +244,7 @@ ActionConfig: TypeAlias = (
     | RecomputeOffloadConfig
     | OffloadConfig
     | CompressConfig
+    | TileConfig
 )
 """What can happen to a unit's activations; a recipe may write `action: keep` for the name alone."""
 
@@ -267,6 +296,8 @@ class PolicyConfig:
     """Patterns of units whose replay is not checked on the first batch; default none."""
     op_retry: OpRetry = "auto"
     """When a failed op is run again; `auto` (default): on steps that are predicted risky."""
+    tiled_loss: bool = False
+    """Whether head and loss of a causal language model of transformers run in slices."""
 
     def __post_init__(self) -> None:
         one_of(self, "start", choices=get_args(Start), remedy="write planned where unsure")
@@ -283,6 +314,7 @@ class PolicyConfig:
         )
         instances(self, "trust", kind=str, remedy="write patterns such as ['model.layers.0']")
         one_of(self, "op_retry", choices=get_args(OpRetry), remedy="write auto where unsure")
+        true_or_false(self, "tiled_loss")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,8 @@ from rematic.recipes import (
 )
 from rematic.recipes.schema import Start
 from tests.activations.blocks import Model, make_input, make_model
+from tests.activations.families import build_llama
+from tests.events import Events
 
 
 def _weights(model: torch.nn.Module) -> int:
@@ -250,3 +252,26 @@ def test_what_a_recipe_may_start_with_is_a_policy(start: str) -> None:
 
 def test_recipes_and_policies_know_the_same_actions() -> None:
     assert [kind.name for kind in get_args(ActionConfig)] == list(ACTIONS)
+
+
+def test_a_recipe_tiles_the_loss_until_the_session_is_detached() -> None:
+    model, journal = build_llama("sdpa"), Events()
+    ids = torch.arange(14).view(2, 7) % 11
+    plain = model(input_ids=ids, labels=ids)
+    recipe = {"policy": {"start": "recompute", "tiled_loss": True}}
+    session = rematic.attach(model, recipe=recipe, journal=journal)
+    output = model(input_ids=ids, labels=ids)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, plain.loss)
+    assert [event["kind"] for event in journal.of("notice")] == ["tiled_loss"]
+    session.detach()
+    assert model(input_ids=ids, labels=ids).logits is not None
+    assert "forward" not in model.lm_head.__dict__
+
+
+def test_a_loss_that_cannot_be_tiled_leaves_nothing_attached() -> None:
+    model = make_model()
+    recipe = {"policy": {"start": "recompute", "tiled_loss": True}}
+    with pytest.raises(ValueError, match="found no language model of transformers"):
+        rematic.attach(model, recipe=recipe)
+    assert all("forward" not in part.__dict__ for part in model.modules())

@@ -3,6 +3,7 @@
 from rematic.activations.engine import Engine as Engine
 from rematic.activations.ledger import Eviction as Eviction
 from rematic.activations.ledger import Ledger as Ledger
+from rematic.activations.notices import Notice as Notice
 from rematic.activations.op_retry import OpRetry as OpRetry
 from rematic.activations.replay import ReplayError as ReplayError
 from rematic.activations.replay import replaying as replaying

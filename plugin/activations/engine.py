@@ -11,6 +11,7 @@ from torch import nn
 from rematic.activations.ledger import Ledger
 from rematic.activations.selective import OpSelection
 from rematic.activations.stash_places import StashPlaces
+from rematic.activations.tiling import Tiling
 from rematic.activations.unit import Unit, UnitForward
 from rematic.activations.units import find_units
 from rematic.policy import (
@@ -21,6 +22,7 @@ from rematic.policy import (
     Offload,
     Plan,
     Selective,
+    Tile,
     match_names,
 )
 
@@ -50,6 +52,7 @@ class Engine:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._places = StashPlaces(device, scratch_dir)
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
+        self._tilings: dict[tuple[str, Action], Tiling] = {}
 
     def apply(self, plan: Plan, *, unmeasured: Sequence[bool] = ()) -> None:
         """Makes the next records start as the plan says.
@@ -64,6 +67,7 @@ class Engine:
             unit.starts_held = isinstance(action, (Keep, Offload, Compress))
             unit.selection = self._selection(unit.name, action)
             unit.stash = self._places.of(action)
+            unit.tiling = self._tiling(unit.name, action)
 
     def _selection(self, name: str, action: Action) -> OpSelection | None:
         if not isinstance(action, Selective):
@@ -73,6 +77,11 @@ class Engine:
             asked_for = action.save != DEFAULT_SAVED
             self._selections[key] = OpSelection(name, action.save, asked_for=asked_for)
         return self._selections[key]
+
+    def _tiling(self, name: str, action: Action) -> Tiling | None:
+        if not isinstance(action, Tile):
+            return None
+        return self._tilings.setdefault((name, action), Tiling(action))
 
     def detach(self) -> None:
         """Gives every module its own `forward` back. Records still in a graph keep working."""

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from rematic.activations.notices import Notice
 from rematic.activations.record import Holder, Record
 from rematic.activations.replay import replay
 from rematic.memory import is_out_of_memory, requested_bytes
@@ -67,6 +68,8 @@ class Ledger:
         self.at_unit_retry: Callable[[str, int, Eviction], None] | None = None
         """Called with a unit's name, the bytes wanted and what was evicted, before its forward
         runs again."""
+        self.at_notice: Callable[[Notice], None] | None = None
+        """Called with what is found out about a unit."""
         self.verdicts: dict[Kind, Verdict] = {}
         """What the safety check found, by kind of unit."""
         self._records: list[weakref.ref[Record]] = []

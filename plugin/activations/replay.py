@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -86,6 +86,16 @@ _ADVICE = (
     "Python random number, a flag changed between forward and backward), guard it with "
     "`rematic.replaying()`, or keep this unit with a rule whose action is `keep`."
 )
+
+
+@contextlib.contextmanager
+def announced_as_replay() -> Iterator[None]:
+    """Lets `replaying()` say yes in the body, where units do not record either."""
+    _state.depth = getattr(_state, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _state.depth -= 1
 
 
 def replay(record: Record) -> None:

@@ -52,13 +52,18 @@ def run_in_tiles(
 
 
 def tile_calls(
-    args: tuple[Nested, ...], kwargs: Mapping[str, Nested], *, num_tiles: int, dim: int
+    args: tuple[Nested, ...],
+    kwargs: Mapping[str, Nested],
+    *,
+    num_tiles: int,
+    dim: int,
+    copies: bool = True,
 ) -> Iterator[Call]:
     """Yields the arguments of each slice.
 
     They are views of the arguments of the whole call. Of a contiguous tensor whose slices are not
-    contiguous (there is more than one sequence in the batch) a slice is copied when its turn comes:
-    modules take views of their input and expect that they can.
+    contiguous (there is more than one sequence in the batch) a slice is copied when its turn comes,
+    if there are `copies`: modules take views of their input and expect that they can.
 
     Raises:
         ValueError: If `num_tiles` is below 1, or the tensors do not have one length along `dim`.
@@ -75,7 +80,7 @@ def tile_calls(
 
     def leaves(i: int) -> Iterator[torch.Tensor]:
         for whole, pieces in zip(tensors, rows, strict=True):
-            yield pieces[i].contiguous() if whole.is_contiguous() else pieces[i]
+            yield pieces[i].contiguous() if copies and whole.is_contiguous() else pieces[i]
 
     return (_with_leaves(call, leaves(i)) for i in range(num_tiles))
 

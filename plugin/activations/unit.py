@@ -11,7 +11,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from rematic.activations.key_value_cache import without_empty_caches
 from rematic.activations.ledger import Ledger, Verdict
 from rematic.activations.module_state import ModuleState
 from rematic.activations.nested import ContainerContents
+from rematic.activations.notices import Notice
 from rematic.activations.observers import Observers
 from rematic.activations.record import Record
 from rematic.activations.replay import replaying
 from rematic.activations.safety import objection
 from rematic.activations.selective import OpSelection, SelectiveCache
+from rematic.activations.tiling import Tiling
 from rematic.memory import is_out_of_memory, requested_bytes
 from rematic.stash import Stash, StashError
 
@@ -65,6 +67,8 @@ class Unit:
         """Why this unit's records are never evicted, None if they can be."""
         self.trusted = False
         """Whether the user vouches that it can be replayed: it is not checked."""
+        self.tiling: Tiling | None = None
+        """Runs calls in slices (`tile`), None for whole calls."""
         self._observers = Observers()
         self._module = weakref.ref(module)
         # Names of the tensors and objects that forward changes, in training and in evaluation.
@@ -79,6 +83,11 @@ class Unit:
         module = self._module()
         assert module is not None, "a unit is only called through its module"
         return module
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What `forward` was before."""
+        return self._forward.original
 
     def restore(self) -> None:
         """Gives the module its own `forward` back."""
@@ -124,7 +133,7 @@ class Unit:
         self, call: tuple[tuple[Any, ...], dict[str, Any]], *, held: bool, filled_cache: bool
     ) -> Record:
         record = Record(
-            self._forward.original,
+            self.original if self.tiling is None else self.tiling.body(self.original),
             call,
             name=self.name,
             position=self.position,
@@ -218,11 +227,9 @@ class Unit:
         record.pinned = reason.split(". ")[0]
         if self.pinned is None:
             self.pinned = record.pinned
-            _log.warning(
-                "unit %r is kept under every policy, since it cannot be replayed: %s.",
-                self.name,
-                reason,
-            )
+            text = f"is kept under every policy, since it cannot be replayed: {reason}."
+            _log.warning("unit %r %s", self.name, text)
+            self.tell("kept", text)
 
     @property
     def _is_first_call(self) -> bool:
@@ -234,6 +241,14 @@ class Unit:
         if text not in self._notes:
             self._notes.add(text)
             _log.warning("unit %r: %s", self.name, text)
+            self.tell("call", text)
+
+    def tell(self, kind: str, text: str, figures: Mapping[str, float] | None = None) -> None:
+        """Tells the journal what was found out about this unit."""
+        if self.ledger.at_notice is not None:
+            self.ledger.at_notice(
+                Notice(unit=self.name, kind=kind, text=text, figures=figures or {})
+            )
 
 
 class UnitForward:
@@ -298,6 +313,8 @@ class UnitForward:
         if reason is not None:
             self._unit.note_once(f"not managed in this call: {reason}")
             return self.original(*args, **kwargs)
+        if self._unit.tiling is not None:
+            return self._unit.tiling.run(self._unit, args, kwargs)
         return self._unit.run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

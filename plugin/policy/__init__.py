@@ -8,6 +8,7 @@ from rematic.policy.actions import Offload as Offload
 from rematic.policy.actions import Recompute as Recompute
 from rematic.policy.actions import RecomputeOffload as RecomputeOffload
 from rematic.policy.actions import Selective as Selective
+from rematic.policy.actions import Tile as Tile
 from rematic.policy.actions import action_named as action_named
 from rematic.policy.op_names import DEFAULT_SAVED as DEFAULT_SAVED
 from rematic.policy.op_names import OP_GROUPS as OP_GROUPS

@@ -7,6 +7,9 @@ from typing import Any, ClassVar, TypeAlias
 
 from rematic.policy.op_names import DEFAULT_SAVED, parse_op_name
 
+DEFAULT_TILE_TOKENS = 2048
+"""Positions in a slice of `tile` unless the user gives a size or a number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
@@ -63,11 +66,47 @@ class Compress:
     name: ClassVar[str] = "compress"
 
 
-Action: TypeAlias = Keep | Selective | Recompute | RecomputeOffload | Offload | Compress
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A token-wise module runs in slices of the sequence, each of them recomputed in backward.
+
+    Gradients of weights are added up in another order: never chosen unless the user names it.
+    """
+
+    name: ClassVar[str] = "tile"
+
+    tile_tokens: int | None = None
+    """Positions in a slice; None: `DEFAULT_TILE_TOKENS`, or as `num_tiles` says."""
+
+    num_tiles: int | None = None
+    """Number of slices; None: as `tile_tokens` says."""
+
+    dim: int = 1
+    """The dimension of the sequence in every tensor, counted from the end if negative."""
+
+    def __post_init__(self) -> None:
+        if self.tile_tokens is not None and self.num_tiles is not None:
+            raise ValueError(
+                f"tile has tile_tokens {self.tile_tokens} and num_tiles {self.num_tiles}: expected "
+                "one of them. Remove the other."
+            )
+        for name in ("tile_tokens", "num_tiles"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"tile has {name} {value}: expected a whole number above 0.")
+
+    def slices_of(self, length: int) -> int:
+        """Returns the number of slices for a sequence of `length` positions."""
+        if self.num_tiles is not None:
+            return self.num_tiles
+        return max(1, -(-length // (self.tile_tokens or DEFAULT_TILE_TOKENS)))
+
+
+Action: TypeAlias = Keep | Selective | Recompute | RecomputeOffload | Offload | Compress | Tile
 
 ACTIONS: dict[str, type[Action]] = {
     action.name: action
-    for action in (Keep, Selective, Recompute, RecomputeOffload, Offload, Compress)
+    for action in (Keep, Selective, Recompute, RecomputeOffload, Offload, Compress, Tile)
 }
 """Every action by its name."""
 

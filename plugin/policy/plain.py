@@ -55,9 +55,10 @@ def _rule_from_plain(plain: Mapping[str, Any]) -> Rule:
 
 def _action_to_plain(action: Action) -> dict[str, Any]:
     options = dataclasses.asdict(action)
-    return {"name": action.name, **{k: list(v) for k, v in options.items()}}
+    lists = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
+    return {"name": action.name, **lists}
 
 
 def _action_from_plain(plain: Mapping[str, Any]) -> Action:
-    options = {name: tuple(value) for name, value in plain.items() if name != "name"}
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items() if k != "name"}
     return action_named(plain["name"], **options)

@@ -12,13 +12,19 @@ from rematic.policy import (
     Action,
     Policy,
     Rule,
+    Tile,
     action_named,
     policy_from_plain,
     policy_to_plain,
 )
 
 _positive = st.integers(1, 9)
-_actions: st.SearchStrategy[Action] = st.sampled_from(sorted(ACTIONS)).map(action_named)
+_tiles = st.fixed_dictionaries(
+    {"dim": st.integers(-3, 3)}, optional={"num_tiles": st.integers(1, 9)}
+).map(lambda options: Tile(**options))
+_actions: st.SearchStrategy[Action] = st.one_of(
+    st.sampled_from(sorted(ACTIONS)).map(action_named), _tiles
+)
 _ends = st.fixed_dictionaries({}, optional={"first": _positive, "last": _positive})
 _share = st.tuples(_positive, _positive).map(lambda pair: {"share": (min(pair), max(pair))})
 _span = st.tuples(st.integers(0, 4), _positive).map(lambda p: {"span": (p[0], p[0] + p[1])})

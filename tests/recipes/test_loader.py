@@ -148,7 +148,8 @@ def test_a_rule_without_its_action_has_its_place() -> None:
     assert _error("a.yaml").splitlines() == [
         "a.yaml:3:5: policy.rules[0].action is missing; write it",
         "a.yaml:4:24: policy.rules[1].action.name is 'selectiv' (text); expected one of keep,"
-        " selective, recompute, recompute+offload, offload, compress, did you mean selective?",
+        " selective, recompute, recompute+offload, offload, compress, tile, did you mean"
+        " selective?",
     ]
 
 

@@ -24,6 +24,7 @@ from rematic.recipes.schema import (
     RecomputeConfig,
     RuleConfig,
     RunConfig,
+    TileConfig,
     TrainingConfig,
 )
 
@@ -179,8 +180,13 @@ _BLANK = "expected text that is not blank"
             RuleConfig,
             {"match": "x", "action": "keep"},
             "action is 'keep'; expected an instance of KeepConfig or SelectiveConfig or "
-            "RecomputeConfig or RecomputeOffloadConfig or OffloadConfig or CompressConfig; write"
-            " RecomputeConfig()",
+            "RecomputeConfig or RecomputeOffloadConfig or OffloadConfig or CompressConfig or "
+            "TileConfig; write RecomputeConfig()",
+        ),
+        (
+            TileConfig,
+            {"tile_tokens": 512, "num_tiles": 4},
+            "num_tiles is 4; expected null, since tile_tokens is 512; remove one of the two",
         ),
         (
             PolicyConfig,

@@ -1,0 +1,208 @@
+"""The action `tile`: token-wise units in slices, each a record; others whole, with the reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rematic
+from rematic.memory import SimulatedProbe
+from rematic.policy import Action, Policy, Recompute, Rule, Tile
+from tests.activations.families import build_llama
+from tests.activations.parity import Outcome, differences, read_outcome
+from tests.events import Events
+
+WIDTH = 16
+LENGTH = 24
+
+
+class Mix(nn.Module):
+    """Looks at earlier positions, which no slice could."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.proj(x.cumsum(1))
+
+
+class MLP(nn.Module):
+    """Token-wise."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8 * WIDTH)
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+def make(block: Callable[[], nn.Module] = MLP) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(block(), block(), nn.Linear(WIDTH, 3))
+
+
+def x(batch: int = 2, *, requires_grad: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(batch, LENGTH, WIDTH, generator=generator, requires_grad=requires_grad)
+
+
+def step(model: nn.Module, batch: torch.Tensor) -> Outcome:
+    torch.manual_seed(9)
+    loss = model(batch).pow(2).mean()
+    loss.backward()
+    return read_outcome(model, [loss])
+
+
+def attach(model: nn.Module, action: Action, journal: Events | None = None) -> rematic.Session:
+    policy = Policy(name="mine", rules=(Rule(pattern="*", action=action),), default=Recompute())
+    recipe = {"policy": {"units": ["0", "1"]}}
+    return rematic.attach(model, recipe=recipe, policy=policy, journal=journal)
+
+
+def close(found: Outcome, wanted: Outcome) -> None:
+    for a, b in zip(found.losses, wanted.losses, strict=True):
+        torch.testing.assert_close(a, b)
+    for name, gradient in wanted.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient)
+    assert torch.equal(found.generator, wanted.generator)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("action", [Tile(num_tiles=4), Tile(tile_tokens=7)], ids=str)
+def test_a_unit_in_slices_differs_by_the_order_of_sums_alone(action: Tile, batch: int) -> None:
+    wanted = step(make(), x(batch))
+    model, journal = make(), Events()
+    session = attach(model, action, journal)
+    for _ in range(2):
+        model.zero_grad()
+        with session.step(x(batch)):
+            found = step(model, x(batch))
+        close(found, wanted)
+    assert [unit.num_forwards for unit in session._engine.units] == [8, 8]
+    assert [(e["unit"], e["kind"]) for e in journal.of("notice")] == [("0", "tile"), ("1", "tile")]
+    assert "gradients of its weights are summed by slice" in journal.of("notice")[0]["text"]
+    session.detach()
+
+
+def test_a_sequence_that_fits_one_slice_has_the_bits_of_the_plain_step() -> None:
+    wanted = step(make(), x())
+    model = make()
+    session = attach(model, Tile(tile_tokens=LENGTH))
+    assert differences(step(model, x()), wanted) == []
+    session.detach()
+
+
+def _peak_and_held(action: Action) -> tuple[int, int]:
+    model = make()
+    session = attach(model, action)
+    step(model, x())
+    model.zero_grad()
+    with SimulatedProbe() as probe:
+        loss = model(x(requires_grad=True)).pow(2).mean()
+        held = probe.allocated_bytes()
+        loss.backward()
+    session.detach()
+    assert held is not None
+    peak = probe.snapshot().peak_allocated_bytes
+    assert peak is not None
+    return peak, held
+
+
+def test_slices_need_less_memory_and_hold_no_copies_of_their_input() -> None:
+    whole_peak, whole_held = _peak_and_held(Recompute())
+    tiled_peak, tiled_held = _peak_and_held(Tile(num_tiles=4))
+    hidden = 2 * LENGTH * 8 * WIDTH * 4  # bytes of `up`
+    assert tiled_held == whole_held
+    # of what a whole unit needs in backward (the result of tanh, a gradient or two of that size)
+    # slices save three quarters
+    assert whole_peak - tiled_peak > hidden
+
+
+def _hooked() -> nn.Module:
+    mlp = MLP()
+    mlp.up.register_forward_hook(lambda *_: None)
+    return mlp
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "other positions": (Mix, "it depends on the position or on other positions"),
+    "dropout": (lambda: MLP(0.5), "it draws random numbers"),
+    "hooks": (_hooked, "hooks on its part 'up' would see every slice"),
+}
+
+
+@pytest.mark.parametrize(("block", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_unit_that_must_not_run_in_slices_is_recomputed_whole(
+    block: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = step(make(block), x())
+    model, journal = make(block), Events()
+    with caplog.at_level(logging.WARNING, "rematic"):
+        session = attach(model, Tile(num_tiles=4), journal)
+        assert differences(step(model, x()), wanted) == []
+    text = "is recomputed whole and not in slices"
+    assert [text in r.message and reason in r.message for r in caplog.records] == [True, True]
+    assert all(reason in event["text"] for event in journal.of("notice"))
+    assert session.report().count(reason.split("'")[0].strip()) == 2
+    assert session._engine.ledger.counts.replays.total() == 2
+    session.detach()
+
+
+def test_arguments_without_the_sequence_are_a_reason_too(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(MLP):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x) * (torch.ones(3).mean() if scale is None else scale[0])
+
+    mlp = nn.Sequential(Scaled())
+    session = rematic.attach(mlp, recipe={"policy": {"units": ["0"]}}, policy="recompute")
+    session.switch(Policy(name="t", default=Tile(num_tiles=2)))
+    with session.step(x()):
+        mlp[0](x(), torch.ones(5)).sum().backward()
+    assert "expected the same length along dimension 1 in every tensor" in caplog.text
+    session.detach()
+
+
+def test_the_mlp_of_a_language_model_runs_in_slices() -> None:
+    def run(model: nn.Module) -> Outcome:
+        ids = torch.arange(14).view(2, 7) % 11
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return read_outcome(model, [loss])
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return build_llama("sdpa")
+
+    wanted = run(build())
+    model = build()
+    recipe = {
+        "policy": {
+            "start": "recompute",
+            "units": ["*.mlp", "*.self_attn"],
+            "rules": [{"match": "*.mlp", "action": {"name": "tile", "tile_tokens": 3}}],
+        }
+    }
+    session = rematic.attach(model, recipe=recipe)
+    close(run(model), wanted)
+    assert session._engine.units[1].num_forwards == 3
+    session.detach()
+
+
+def test_evaluation_is_judged_by_itself() -> None:
+    model = make(lambda: MLP(0.5))
+    session = attach(model, Tile(num_tiles=4))
+    step(model, x())
+    assert [unit.num_forwards for unit in session._engine.units] == [1, 1]
+    model.eval()
+    step(model, x())
+    assert [unit.num_forwards for unit in session._engine.units] == [5, 5]
+    session.detach()
