@@ -57,7 +57,7 @@ def attach(
             `20GiB`, a share of the device such as 0.9, or `auto`; instead of the recipe's. On a
             CPU it must be given.
         policy: A policy or the name of one (`planned`, `keep`, `selective`, `recompute`,
-            `recompute+offload`, `offload`); instead of the recipe's.
+            `recompute+offload`, `offload`, `compress`); instead of the recipe's.
         probe: `auto`, `host`, `cuda`, or a probe; instead of the recipe's.
         batch_shape: Reads a batch; the default takes the largest tensor, integers first.
         journal: Takes the decisions, such as a `rematic.journal.JournalWriter`.
@@ -108,6 +108,7 @@ def attach(
                 op_retry=chosen.policy.op_retry,
                 batch_shape=batch_shape,
                 journal=journal or _NoJournal(),
+                allow_lossy=chosen.policy.allow_lossy or first.is_lossy,
             ),
         )
     except BaseException:

@@ -48,6 +48,9 @@ class SessionSettings:
     journal: EventSink
     """Takes the decisions."""
 
+    allow_lossy: bool = False
+    """Whether a policy that loses precision may be switched to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Change:
@@ -226,11 +229,10 @@ class Session:
         """Puts another policy in force, at the next boundary if a step has begun since the last.
 
         Raises:
-            ValueError: If the policy is unknown, one of its rules matches nothing, or the policy
-                in force is pinned.
+            ValueError: If the policy is unknown, loses precision although the recipe does not
+                allow it, one of its rules matches nothing, or the policy in force is pinned.
         """
-        policy = policy_named(to)
-        resolve(policy, self._engine.classes)
+        policy = self._allowed(policy_named(to))
         self._ask(
             "switch",
             reason,
@@ -247,8 +249,7 @@ class Session:
 
     def pin(self, to: str | Policy, *, reason: str = "by call") -> None:
         """Puts a policy in force, at the next boundary, and keeps it until `unpin`."""
-        policy = policy_named(to)
-        resolve(policy, self._engine.classes)
+        policy = self._allowed(policy_named(to))
         self._ask(
             "pin",
             reason,
@@ -335,6 +336,15 @@ class Session:
             budget_bytes=self.budget_bytes,
             reserve=self.settings.reserve,
         )
+
+    def _allowed(self, policy: Policy) -> Policy:
+        if policy.is_lossy and not self.settings.allow_lossy:
+            raise ValueError(
+                f"policy {policy.name!r} loses precision (`compress`): expected a lossless one. "
+                "Write `policy: {allow_lossy: true}` in the recipe to allow it, or attach with it."
+            )
+        resolve(policy, self._engine.classes)
+        return policy
 
     def _close_step(self) -> OpenStep:
         if self._step is None:

@@ -29,7 +29,7 @@ from rematic.recipes.field_checks import (
 Precision: TypeAlias = Literal["fp32", "bf16"]
 ProbeKind: TypeAlias = Literal["auto", "host", "cuda", "simulated"]
 Start: TypeAlias = Literal[
-    "planned", "keep", "selective", "recompute", "recompute+offload", "offload"
+    "planned", "keep", "selective", "recompute", "recompute+offload", "offload", "compress"
 ]
 OpRetry: TypeAlias = Literal["auto", "always", "never"]
 
@@ -296,6 +296,8 @@ class PolicyConfig:
     """Patterns of units whose replay is not checked on the first batch; default none."""
     op_retry: OpRetry = "auto"
     """When a failed op is run again; `auto` (default): on steps that are predicted risky."""
+    allow_lossy: bool = False
+    """Whether actions that lose precision may be chosen where no rule names them."""
     tiled_loss: bool = False
     """Whether head and loss of a causal language model of transformers run in slices."""
 
@@ -314,6 +316,14 @@ class PolicyConfig:
         )
         instances(self, "trust", kind=str, remedy="write patterns such as ['model.layers.0']")
         one_of(self, "op_retry", choices=get_args(OpRetry), remedy="write auto where unsure")
+        true_or_false(self, "allow_lossy")
+        require(
+            self,
+            "start",
+            self.start != "compress" or self.allow_lossy,
+            expected="a lossless policy, since allow_lossy is false",
+            remedy="write allow_lossy: true, or name compress in a rule",
+        )
         true_or_false(self, "tiled_loss")
 
 

@@ -50,7 +50,7 @@ class Engine:
         for unit in self.units:
             unit.trusted = unit.name in trusted
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._places = StashPlaces(device, scratch_dir)
+        self._places = StashPlaces(device, scratch_dir, self.ledger.tell)
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
         self._tilings: dict[tuple[str, Action], Tiling] = {}
 
@@ -66,7 +66,7 @@ class Engine:
         for unit, action in zip(self.units, plan.actions, strict=True):
             unit.starts_held = isinstance(action, (Keep, Offload, Compress))
             unit.selection = self._selection(unit.name, action)
-            unit.stash = self._places.of(action)
+            unit.stash = self._places.of(action, unit.name)
             unit.tiling = self._tiling(unit.name, action)
 
     def _selection(self, name: str, action: Action) -> OpSelection | None:

@@ -77,6 +77,11 @@ class Ledger:
         self._num_opened = 0
         self._active_serial = -1
 
+    def tell(self, notice: Notice) -> None:
+        """Passes on what was found out about a unit, if somebody listens."""
+        if self.at_notice is not None:
+            self.at_notice(notice)
+
     def open(self, record: Record) -> None:
         """Enters a record at the start of its unit's forward."""
         record.serial = self._num_opened

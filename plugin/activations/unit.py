@@ -245,10 +245,7 @@ class Unit:
 
     def tell(self, kind: str, text: str, figures: Mapping[str, float] | None = None) -> None:
         """Tells the journal what was found out about this unit."""
-        if self.ledger.at_notice is not None:
-            self.ledger.at_notice(
-                Notice(unit=self.name, kind=kind, text=text, figures=figures or {})
-            )
+        self.ledger.tell(Notice(unit=self.name, kind=kind, text=text, figures=figures or {}))
 
 
 class UnitForward:

@@ -16,6 +16,7 @@ from rematic.policy.op_names import OpName as OpName
 from rematic.policy.op_names import parse_op_name as parse_op_name
 from rematic.policy.plain import policy_from_plain as policy_from_plain
 from rematic.policy.plain import policy_to_plain as policy_to_plain
+from rematic.policy.policy import COMPRESS as COMPRESS
 from rematic.policy.policy import KEEP as KEEP
 from rematic.policy.policy import LADDER as LADDER
 from rematic.policy.policy import OFFLOAD as OFFLOAD

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rematic.policy.actions import Action, Keep, Offload, Recompute, RecomputeOffload, Selective
+from rematic.policy.actions import (
+    Action,
+    Compress,
+    Keep,
+    Offload,
+    Recompute,
+    RecomputeOffload,
+    Selective,
+)
 from rematic.policy.rules import Rule
 
 
@@ -21,6 +29,12 @@ class Policy:
 
     default: Action | None = None
     """Action of units that no rule matches; None leaves them to the planner, batch by batch."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it gives some unit an action that loses precision."""
+        actions = [rule.action for rule in self.rules]
+        return any(isinstance(action, Compress) for action in (*actions, self.default))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +60,13 @@ SELECTIVE = Policy(name="selective", default=Selective())
 RECOMPUTE = Policy(name="recompute", default=Recompute())
 RECOMPUTE_OFFLOAD = Policy(name="recompute+offload", default=RecomputeOffload())
 OFFLOAD = Policy(name="offload", default=Offload())
+COMPRESS = Policy(name="compress", default=Compress())
 PLANNED = Policy(name="planned")
 
 LADDER = (KEEP, SELECTIVE, RECOMPUTE, RECOMPUTE_OFFLOAD)
 """The default ladder, from lightest to heaviest; `planned` moves between `keep` and `recompute`."""
 
-_NAMED = {policy.name: policy for policy in (PLANNED, *LADDER, OFFLOAD)}
+_NAMED = {policy.name: policy for policy in (PLANNED, *LADDER, OFFLOAD, COMPRESS)}
 
 
 def policy_named(policy: str | Policy) -> Policy:

@@ -27,6 +27,8 @@ class QuantizationError:
 
     relative_l2: float
     """Euclidean norm of the difference over that of the tensors, 0 for zeros."""
+    relative_max: float
+    """Largest difference of one element over the largest element, 0 for zeros."""
     max_abs: float
     """Largest difference of one element."""
     num_elements: int
@@ -68,8 +70,15 @@ class CompressStash:
         """Bytes of the codes and scales that living handles hold."""
         return self._live.num_bytes
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> list[StoredTensor | None]:
-        """Quantises tensors (see `Stash.put`); raises what torch raises if memory runs out."""
+    def put(
+        self, tensors: Sequence[torch.Tensor], *, measured: bool = True
+    ) -> list[StoredTensor | None]:
+        """Quantises tensors (see `Stash.put`); raises what torch raises if memory runs out.
+
+        Args:
+            tensors: What to take.
+            measured: Whether `quantization_error` can tell the error, which decodes all of it.
+        """
         stored: list[tuple[Span, _Quantized]] = []
         for span in spans_of(tensors, min_bytes=self.min_bytes, by_dtype=True):
             dtype = span.views[0].dtype
@@ -77,7 +86,7 @@ class CompressStash:
                 continue
             flat = _without_gaps(span, dtype)
             if bool(torch.isfinite(torch.stack(torch.aminmax(flat))).all()):
-                block = self._codec.encode(flat)
+                block = self._codec.encode(flat, measured=measured)
                 self._live.note(block.codes.untyped_storage())
                 self._live.note(block.scales.untyped_storage())
                 stored.append((span, block))
@@ -93,20 +102,24 @@ class CompressStash:
 def quantization_error(handles: Iterable[Handle | None]) -> QuantizationError:
     """Returns the error of all tensors among these handles that were compressed, taken together.
 
-    Tensors that share a storage count once. For the handles of one `put` it is the error of that.
+    Tensors that share a storage count once, those whose error was not measured do not count. For
+    the handles of one `put` it is the error of that.
     """
     blocks = {
         id(handle.block): handle.block
         for handle in handles
         if isinstance(handle, StoredTensor) and isinstance(handle.block, _Quantized)
     }
-    losses = [block.loss for block in blocks.values()]
+    losses = [block.loss for block in blocks.values() if block.loss is not None]
     norm = math.fsum(loss.squared_norm for loss in losses)
     error = math.fsum(loss.squared_error for loss in losses)
+    max_abs = max((loss.max_abs for loss in losses), default=0.0)
+    largest = max((loss.largest for loss in losses), default=0.0)
     return QuantizationError(
         relative_l2=math.sqrt(error / norm) if norm > 0 else 0.0,
-        max_abs=max((loss.max_abs for loss in losses), default=0.0),
-        num_elements=sum(block.codes.numel() for block in blocks.values()),
+        relative_max=max_abs / largest if largest > 0 else 0.0,
+        max_abs=max_abs,
+        num_elements=sum(loss.num_elements for loss in losses),
     )
 
 
@@ -115,6 +128,8 @@ class _Loss:
     squared_norm: float
     squared_error: float
     max_abs: float
+    largest: float
+    num_elements: int
 
 
 class _Codec:
@@ -124,7 +139,7 @@ class _Codec:
         self._functional = functional
         self._block_size = block_size
 
-    def encode(self, flat: torch.Tensor) -> _Quantized:
+    def encode(self, flat: torch.Tensor, *, measured: bool) -> _Quantized:
         codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
         num_blocks = -(-flat.numel() // self._block_size)
         scales = torch.empty(num_blocks, dtype=torch.float32, device=flat.device)
@@ -135,15 +150,11 @@ class _Codec:
                 chunk, blocksize=self._block_size
             )
             scales[blocks] = state.absmax
-            # Compared in the dtype of the tensor, as it will come back.
-            again = self._decode_chunk(codes[kept], scales[blocks]).to(flat.dtype)
-            figures.append(_figures(chunk.float(), again.float()))
-        norms, errors, largest = zip(*torch.stack(figures).tolist(), strict=True)
-        loss = _Loss(
-            squared_norm=math.fsum(norm**2 for norm in norms),
-            squared_error=math.fsum(error**2 for error in errors),
-            max_abs=max(largest),
-        )
+            if measured:
+                # Compared in the dtype of the tensor, as it will come back.
+                again = self._decode_chunk(codes[kept], scales[blocks]).to(flat.dtype)
+                figures.append(_figures(chunk.float(), again.float()))
+        loss = _loss(figures, flat.numel()) if measured else None
         return _Quantized(self, codes, scales, dtype=flat.dtype, loss=loss)
 
     def decode(self, block: _Quantized) -> torch.Tensor:
@@ -169,10 +180,21 @@ class _Codec:
 
 
 def _figures(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Returns the norm, that of the error, and the largest error, on the device."""
+    """Returns norm and largest element, of what it was and of the error, on the device."""
     error = after - before
     norm = torch.linalg.vector_norm
-    return torch.stack([norm(before), norm(error), norm(error, math.inf)])
+    return torch.stack([norm(before), norm(error), norm(error, math.inf), norm(before, math.inf)])
+
+
+def _loss(figures: list[torch.Tensor], num_elements: int) -> _Loss:
+    norms, errors, errors_max, largest = zip(*torch.stack(figures).tolist(), strict=True)
+    return _Loss(
+        squared_norm=math.fsum(norm**2 for norm in norms),
+        squared_error=math.fsum(error**2 for error in errors),
+        max_abs=max(errors_max),
+        largest=max(largest),
+        num_elements=num_elements,
+    )
 
 
 class _Quantized:
@@ -187,7 +209,7 @@ class _Quantized:
         scales: torch.Tensor,
         *,
         dtype: torch.dtype,
-        loss: _Loss,
+        loss: _Loss | None,
     ) -> None:
         self.codes = codes
         self.scales = scales

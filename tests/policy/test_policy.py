@@ -93,7 +93,7 @@ def test_policies_are_found_by_name_or_passed_through() -> None:
 def test_an_unknown_policy_lists_those_there_are() -> None:
     message = (
         r"^unknown policy 'none': expected one of planned, keep, selective, recompute, "
-        r"recompute\+offload, offload, or a `rematic\."
+        r"recompute\+offload, offload, compress, or a `rematic\."
     )
     with pytest.raises(ValueError, match=message):
         policy_named("none")

@@ -192,7 +192,13 @@ _BLANK = "expected text that is not blank"
             PolicyConfig,
             {"start": "full"},
             "start is 'full'; expected one of planned, keep, selective, recompute, "
-            "recompute+offload, offload; write planned where unsure",
+            "recompute+offload, offload, compress; write planned where unsure",
+        ),
+        (
+            PolicyConfig,
+            {"start": "compress"},
+            "start is 'compress'; expected a lossless policy, since allow_lossy is false; write"
+            " allow_lossy: true, or name compress in a rule",
         ),
         (
             PolicyConfig,

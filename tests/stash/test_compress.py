@@ -56,6 +56,7 @@ def test_how_far_off_it_is(dtype: torch.dtype, block_size: int) -> None:
     assert told.relative_l2 == pytest.approx(relative, rel=1e-3)
     assert told.max_abs == pytest.approx((after - before).abs().max().item(), rel=1e-6)
     assert told.num_elements == 300 * 1001
+    assert told.relative_max == pytest.approx(told.max_abs / before.abs().max().item(), rel=1e-6)
 
 
 def test_what_it_holds_to_the_byte(stash: CompressStash) -> None:
@@ -156,8 +157,14 @@ def test_the_error_of_a_put_counts_each_storage_once(stash: CompressStash) -> No
     assert together.max_abs == alone.max_abs
     assert together.relative_l2 == pytest.approx(alone.relative_l2, rel=1e-3)
     assert quantization_error([None, handles[4]]) == QuantizationError(
-        relative_l2=0.0, max_abs=0.0, num_elements=300
+        relative_l2=0.0, relative_max=0.0, max_abs=0.0, num_elements=300
     )
+
+
+def test_an_error_that_was_not_measured_does_not_count(stash: CompressStash) -> None:
+    handles = [*stash.put([normal(1000)], measured=False), *stash.put([torch.zeros(300)])]
+    assert quantization_error(handles).num_elements == 300
+    assert taken(handles)[0].get().ne(0).any()
 
 
 def test_zeros_and_one_element_and_overflow(stash: CompressStash) -> None:
