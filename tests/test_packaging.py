@@ -38,6 +38,7 @@ PURE_IMPORTS = {
     *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "difflib", "enum"),
     *("fnmatch", "fractions", "functools", "heapq", "itertools", "math", "operator", "re"),
     *("statistics", "string", "textwrap", "types", "typing"),
+    *("numpy", "scipy"),
     *("rematic.byte_sizes", "rematic.recipes"),
     *(f"rematic.{room}" for room in DECIDING_ROOMS),
 }
@@ -163,7 +164,7 @@ def test_every_requirement_has_a_lower_bound_that_the_pin_meets(requirement: Req
 
 def test_core_needs_no_host() -> None:
     names = {Requirement(text).name for text in PYPROJECT["project"]["dependencies"]}
-    assert names == {"omegaconf", "PyYAML", "torch"}
+    assert names == {"numpy", "omegaconf", "PyYAML", "torch"}
 
 
 def test_wheel_holds_every_source_file_and_nothing_else(built: Built) -> None:

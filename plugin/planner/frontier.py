@@ -1,0 +1,181 @@
+"""From what was measured of a step to the problem: the options of each class of units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from rematic.planner.op_sets import OpSet, best_op_sets, choose_sets
+from rematic.planner.problem import Option, Problem
+from rematic.planner.unit_costs import ActionBytes, OpCost, StepCosts, UnitCosts
+from rematic.policy import (
+    Action,
+    Compress,
+    Keep,
+    Offload,
+    Recompute,
+    RecomputeOffload,
+    Selective,
+)
+
+LOSSLESS = ("keep", "selective", "recompute", "recompute+offload", "offload")
+"""Actions among which a plan is chosen unless the user names others."""
+
+MAX_OP_SETS = 16
+"""Most op sets of one class that become options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How fast the device is, as far as a plan asks."""
+
+    op_seconds: Callable[[OpCost], float]
+    """Time of one op."""
+
+    replay_seconds: float
+    """Time of the host for one replay, beside its ops."""
+
+    selective_seconds: float
+    """Time of the host for one selective forward and replay, beside its ops."""
+
+    moved_bytes_per_second: float
+    """Speed at which tensors move away, and come back."""
+
+
+def problem_of(costs: StepCosts, pace: Pace, *, allowed: Collection[str] = LOSSLESS) -> Problem:
+    """Returns the problem of a step: every unit with the options of its class.
+
+    Args:
+        costs: What was measured.
+        pace: How fast the device is.
+        allowed: Names of the actions that a plan may use.
+
+    Raises:
+        ValueError: If a class of units is left without an option.
+    """
+    options = [options_of(unit, pace, allowed=allowed) for unit in costs.classes]
+    return Problem(
+        fixed=costs.fixed,
+        around=costs.around,
+        units=tuple(options[i] for i in costs.unit_classes),
+    )
+
+
+def options_of(
+    unit: UnitCosts, pace: Pace, *, allowed: Collection[str] = LOSSLESS
+) -> tuple[Option, ...]:
+    """Returns the undominated options of one class of units, from what keeps most to what least.
+
+    Args:
+        unit: What was measured of the class.
+        pace: How fast the device is.
+        allowed: Names of the actions that may be used.
+
+    Raises:
+        ValueError: If none is left.
+    """
+    seconds = [pace.op_seconds(op) for op in unit.ops]
+    replay = sum(s for s, op in zip(seconds, unit.ops, strict=True) if op.is_replayed)
+    measured = dict(unit.actions)
+    options = [
+        _option(action, measured[action.name], replay=replay, pace=pace)
+        for action in (Keep(), Recompute(), RecomputeOffload(), Offload(), Compress())
+        if action.name in allowed and action.name in measured
+    ]
+    if "selective" in allowed and "recompute" in measured:
+        sets = choose_sets(best_op_sets(unit.ops, seconds), limit=MAX_OP_SETS)
+        options += [
+            selective_option(
+                unit, op_set, seconds=replay - op_set.saved_seconds + pace.selective_seconds
+            )
+            for op_set in sets
+            if op_set.ops
+        ]
+    if not options:
+        raise ValueError(
+            f"the class {unit.name} has none of the actions {', '.join(sorted(allowed))}: "
+            f"expected one of {', '.join(measured)}, which were measured."
+        )
+    order = sorted(options, key=lambda option: (-option.kept_bytes, option.seconds))
+    return undominated(order)
+
+
+def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Returns the options that no other one beats in time and in all bytes; of equals the first."""
+    return tuple(
+        option
+        for i, option in enumerate(options)
+        if not any(
+            _beats(other, option) and (j < i or not _beats(option, other))
+            for j, other in enumerate(options)
+            if j != i
+        )
+    )
+
+
+def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Option:
+    """Returns what keeping a set of ops costs.
+
+    Its bytes follow from those of `recompute`: the results stay on top of what that keeps, and of
+    those that autograd saves as well the replay makes so much less.
+
+    Args:
+        unit: What was measured of the class.
+        op_set: The ops.
+        seconds: Time beyond that with `keep`.
+    """
+    base = dict(unit.actions)["recompute"]
+    chosen = set(op_set.ops)
+    rise = _forward_peak(unit.ops, chosen) - _forward_peak(unit.ops, set())
+    refilled = sum(unit.ops[i].result_bytes for i in op_set.ops if unit.ops[i].is_saved)
+    kept = base.kept + op_set.kept_bytes
+    return Option(
+        action=Selective(
+            save=tuple(f"{unit.ops[i].name}[{unit.ops[i].occurrence}]" for i in op_set.ops)
+        ),
+        kept_bytes=kept,
+        forward_bytes=max(kept, base.forward + rise),
+        backward_bytes=max(0, base.backward - refilled),
+        gradient_bytes=base.gradient,
+        seconds=max(0.0, seconds),
+    )
+
+
+def _forward_peak(ops: Sequence[OpCost], kept: set[int]) -> int:
+    """Returns the most bytes of results that live at once in a forward that keeps these."""
+    live, peak = 0, 0
+    freed: dict[int, int] = {}
+    for i, op in enumerate(ops):
+        live += op.result_bytes
+        peak = max(peak, live)
+        if op.freed_after is not None and i not in kept:
+            freed[op.freed_after] = freed.get(op.freed_after, 0) + op.result_bytes
+        live -= freed.pop(i, 0)
+    return peak
+
+
+def _option(action: Action, measured: ActionBytes, *, replay: float, pace: Pace) -> Option:
+    seconds = 2 * measured.moved / pace.moved_bytes_per_second if measured.moved else 0.0
+    if isinstance(action, (Recompute, RecomputeOffload)):
+        seconds += replay + pace.replay_seconds
+    return Option(
+        action=action,
+        kept_bytes=measured.kept,
+        forward_bytes=measured.forward,
+        backward_bytes=measured.backward,
+        gradient_bytes=measured.gradient,
+        seconds=seconds,
+        moved_bytes=measured.moved,
+    )
+
+
+def _beats(one: Option, other: Option) -> bool:
+    """Whether one is at least as good in everything that a plan is judged by."""
+    return (
+        one.seconds <= other.seconds
+        and one.kept_bytes <= other.kept_bytes
+        and one.forward_bytes <= other.forward_bytes
+        and one.kept_bytes + one.backward_bytes <= other.kept_bytes + other.backward_bytes
+        and one.gradient_bytes <= other.gradient_bytes
+        and one.moved_bytes <= other.moved_bytes
+    )

@@ -1,0 +1,144 @@
+"""Which results of a unit's ops are worth keeping: an additive knapsack.
+
+A selective replay runs every op before its stop whose result was not kept, whatever depends on it.
+So keeping a result saves the time of that op and costs its bytes, whatever else is kept: seconds
+and bytes add up, and the best sets are the undominated sums of items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rematic.planner.unit_costs import OpCost
+
+MAX_SETS = 4096
+"""Most sets that are carried along; more are thinned out evenly by bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpSet:
+    """Ops whose results are kept."""
+
+    ops: tuple[int, ...]
+    """Their positions in the unit's forward, in order."""
+
+    kept_bytes: int
+    """Bytes that keeping them costs."""
+
+    saved_seconds: float
+    """Time that a replay saves by them."""
+
+
+def keepable_ops(ops: Sequence[OpCost]) -> tuple[int, ...]:
+    """Returns the positions of the ops whose results a selective replay may keep.
+
+    Not views, which follow their storage; not random ops, behind which the generator would not
+    advance; not results that a later op changes in place, nor what is behind the replay's stop.
+
+    Args:
+        ops: The ops of a unit's forward.
+    """
+    changed = {op.storage_of for op in ops if op.is_in_place}
+    return tuple(
+        i
+        for i, op in enumerate(ops)
+        if op.storage_of is None
+        and not (op.is_in_place or op.is_random)
+        and op.is_replayed
+        and op.result_bytes > 0
+        and i not in changed
+    )
+
+
+def kept_bytes_of(op: OpCost) -> int:
+    """Returns what keeping an op's result costs: nothing if it lives on anyway, as the output."""
+    return 0 if op.freed_after is None else op.result_bytes
+
+
+def best_op_sets(ops: Sequence[OpCost], op_seconds: Sequence[float]) -> tuple[OpSet, ...]:
+    """Returns the undominated op sets by falling bytes; the last one is empty or costs nothing.
+
+    Of sets with equal bytes and seconds the one that names earlier ops remains.
+
+    Args:
+        ops: The ops of a unit's forward.
+        op_seconds: Time of each.
+    """
+    free = [i for i in keepable_ops(ops) if kept_bytes_of(ops[i]) == 0 and op_seconds[i] > 0]
+    items = [i for i in keepable_ops(ops) if kept_bytes_of(ops[i]) > 0 and op_seconds[i] > 0]
+    start = sum(op_seconds[i] for i in free)
+    front: list[tuple[int, float, tuple[int, ...]]] = [(0, start, tuple(free))]
+    for i in items:
+        with_item = [
+            (kept + kept_bytes_of(ops[i]), seconds + op_seconds[i], (*chosen, i))
+            for kept, seconds, chosen in front
+        ]
+        front = _thin(_undominated([*front, *with_item]))
+    return tuple(
+        OpSet(ops=tuple(sorted(chosen)), kept_bytes=kept, saved_seconds=seconds)
+        for kept, seconds, chosen in reversed(front)
+    )
+
+
+def hull(sets: Sequence[OpSet]) -> tuple[OpSet, ...]:
+    """Returns the sets on the convex hull, by falling bytes.
+
+    Of many equal units only these are mixed: any other set is beaten by a mix of two of them.
+
+    Args:
+        sets: Undominated sets by falling bytes.
+    """
+    chosen: list[OpSet] = []
+    for op_set in sets:
+        while len(chosen) > 1 and not _turns(chosen[-2], chosen[-1], op_set):
+            chosen.pop()
+        chosen.append(op_set)
+    return tuple(chosen)
+
+
+def choose_sets(sets: Sequence[OpSet], *, limit: int) -> tuple[OpSet, ...]:
+    """Returns at most `limit` sets: the hull first, then others spread evenly over the bytes.
+
+    Args:
+        sets: Undominated sets by falling bytes.
+        limit: Most sets to return, at least 2.
+    """
+    if len(sets) <= limit:
+        return tuple(sets)
+    corners = hull(sets)
+    if len(corners) >= limit:
+        return tuple(corners[i * (len(corners) - 1) // (limit - 1)] for i in range(limit))
+    chosen = {op_set.ops: op_set for op_set in corners}
+    rest = [op_set for op_set in sets if op_set.ops not in chosen]
+    room = limit - len(corners)
+    for i in range(room):
+        op_set = rest[(2 * i + 1) * len(rest) // (2 * room)]
+        chosen[op_set.ops] = op_set
+    return tuple(op_set for op_set in sets if op_set.ops in chosen)
+
+
+def _undominated(
+    sets: Sequence[tuple[int, float, tuple[int, ...]]],
+) -> list[tuple[int, float, tuple[int, ...]]]:
+    """Keeps, by rising bytes, the sets that save more time than every smaller one."""
+    chosen: list[tuple[int, float, tuple[int, ...]]] = []
+    for one in sorted(sets, key=lambda one: (one[0], -one[1], one[2])):
+        if not chosen or one[1] > chosen[-1][1]:
+            chosen.append(one)
+    return chosen
+
+
+def _thin(
+    sets: list[tuple[int, float, tuple[int, ...]]],
+) -> list[tuple[int, float, tuple[int, ...]]]:
+    if len(sets) <= MAX_SETS:
+        return sets
+    last = len(sets) - 1
+    return [sets[i * last // (MAX_SETS - 1)] for i in range(MAX_SETS)]
+
+
+def _turns(a: OpSet, b: OpSet, c: OpSet) -> bool:
+    """Whether b lies above the line from a to c, where a keeps most and c least."""
+    across = (b.saved_seconds - c.saved_seconds) * (a.kept_bytes - c.kept_bytes)
+    return across > (a.saved_seconds - c.saved_seconds) * (b.kept_bytes - c.kept_bytes)
