@@ -94,6 +94,7 @@ def attach(
         chosen.policy.units,
         scratch_dir=chosen.memory.scratch_dir,
         trust=chosen.policy.trust,
+        routers=chosen.policy.routers,
     )
     try:
         session = Session(

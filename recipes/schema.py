@@ -294,6 +294,8 @@ class PolicyConfig:
     """Rules in order, for units that must not follow `start`; default none."""
     trust: tuple[str, ...] = ()
     """Patterns of units whose replay is not checked on the first batch; default none."""
+    routers: tuple[str, ...] = ()
+    """Patterns of routers, whose decisions replays keep; empty (default): those known by name."""
     op_retry: OpRetry = "auto"
     """When a failed op is run again; `auto` (default): on steps that are predicted risky."""
     allow_lossy: bool = False
@@ -315,6 +317,7 @@ class PolicyConfig:
             self, "rules", kind=RuleConfig, remedy="write (RuleConfig(match=..., action=...),)"
         )
         instances(self, "trust", kind=str, remedy="write patterns such as ['model.layers.0']")
+        instances(self, "routers", kind=str, remedy="write patterns such as ['*.mlp.gate']")
         one_of(self, "op_retry", choices=get_args(OpRetry), remedy="write auto where unsure")
         true_or_false(self, "allow_lossy")
         require(

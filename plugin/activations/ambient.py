@@ -11,6 +11,7 @@ import torch
 
 from rematic.activations import torch_private
 from rematic.activations.host_generators import HostGenerator
+from rematic.activations.kept_values import same_contents
 
 # Each switch is (read, write). Read in forward, written for the replay where it differs.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -90,6 +91,17 @@ def restore_generators(state: AmbientState) -> None:
         _device_module(device).set_rng_state(generator_state, device)
     for generator, generator_state in state.own_generators:
         generator.set_state(generator_state)
+
+
+def generators_moved(ambient: AmbientState) -> bool:
+    """Returns whether a generator has drawn since `ambient` was read."""
+    devices = tuple(device for device, _ in ambient.device_generators)
+    now = capture_ambient(devices, tuple(generator for generator, _ in ambient.own_generators))
+    pairs = [(ambient.cpu_generator, now.cpu_generator)]
+    for kind in ("device_generators", "own_generators"):
+        before, after = getattr(ambient, kind), getattr(now, kind)
+        pairs += [(b, a) for (_, b), (_, a) in zip(before, after, strict=True)]
+    return not all(same_contents(before, after) for before, after in pairs)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from rematic.activations.ledger import Ledger
+from rematic.activations.routers import find_routers, refuse_idle_patterns
+from rematic.activations.routing import Routing
 from rematic.activations.selective import OpSelection
 from rematic.activations.stash_places import StashPlaces
 from rematic.activations.tiling import Tiling
@@ -37,9 +39,11 @@ class Engine:
         *,
         scratch_dir: str | Path | None = None,
         trust: Sequence[str] = (),
+        routers: Sequence[str] = (),
     ) -> None:
         _refuse_other_owners(model)
-        found = find_units(model, patterns)
+        refuse_idle_patterns(model, routers)
+        found = find_units(model, patterns, routers=routers)
         self.classes = {name: type(module).__name__ for name, module in found}
         trusted = {name for pattern in trust for name in match_names(pattern, self.classes)}
         self.ledger = Ledger()
@@ -49,6 +53,8 @@ class Engine:
         ]
         for unit in self.units:
             unit.trusted = unit.name in trusted
+            inside = find_routers(unit.module, routers, prefix=f"{unit.name}.")
+            unit.routing = Routing(inside) if inside else None
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._places = StashPlaces(device, scratch_dir, self.ledger.tell)
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}

@@ -88,6 +88,16 @@ _ADVICE = (
 )
 
 
+def save_again(tensor: torch.Tensor) -> None:
+    """Takes the next slot of the replay that runs, as if autograd had saved the tensor."""
+    _state.pack(tensor)
+
+
+def skip_slot() -> None:
+    """Passes over the next slot of the replay that runs, whose holder is never empty."""
+    _state.pack.__self__.num_slots += 1
+
+
 @contextlib.contextmanager
 def announced_as_replay() -> Iterator[None]:
     """Lets `replaying()` say yes in the body, where units do not record either."""
@@ -155,7 +165,8 @@ def run_again(
         EveryHolderFilled: As `pack` raised it.
     """
     record.busy = True
-    _state.depth = getattr(_state, "depth", 0) + 1
+    outer = getattr(_state, "pack", None)
+    _state.depth, _state.pack = getattr(_state, "depth", 0) + 1, pack
     try:
         args, kwargs = record.arguments.rebuild()
         cache = record.cache.replaying() if cached and record.cache else contextlib.nullcontext()
@@ -168,7 +179,7 @@ def run_again(
             stack.enter_context(cache)
             record.forward(*args, **kwargs)
     finally:
-        _state.depth -= 1
+        _state.depth, _state.pack = _state.depth - 1, outer
         record.busy = False
 
 

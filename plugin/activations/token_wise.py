@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematic.activations.ambient import AmbientState, applied, capture_ambient
+from rematic.activations.ambient import AmbientState, applied, capture_ambient, generators_moved
 from rematic.activations.kept_values import same_contents
 from rematic.activations.module_state import ModuleState, version_of
 from rematic.activations.nested import Nested, iter_leaves, map_leaves
@@ -109,7 +109,7 @@ def _objections(
     inputs = list(iter_leaves(call))
     versions = [version_of(tensor) for tensor in inputs]
     whole = trial.whole(call)
-    if _generators_moved(ambient):
+    if generators_moved(ambient):
         yield "it draws random numbers, and slices would draw others (set dropout to 0)"
     changed = _changed_state(state)
     if changed is not None:
@@ -200,16 +200,6 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     largest = float(b.abs().max())
     tolerance = _ROUNDINGS.get(a.dtype, 4) * torch.finfo(a.dtype).eps
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
-
-
-def _generators_moved(ambient: AmbientState) -> bool:
-    devices = tuple(device for device, _ in ambient.device_generators)
-    now = capture_ambient(devices, tuple(generator for generator, _ in ambient.own_generators))
-    pairs = [(ambient.cpu_generator, now.cpu_generator)]
-    for kind in ("device_generators", "own_generators"):
-        before, after = getattr(ambient, kind), getattr(now, kind)
-        pairs += [(b, a) for (_, b), (_, a) in zip(before, after, strict=True)]
-    return not all(same_contents(before, after) for before, after in pairs)
 
 
 def _changed_state(state: ModuleState) -> str | None:

@@ -28,6 +28,7 @@ from rematic.activations.notices import Notice
 from rematic.activations.observers import Observers
 from rematic.activations.record import Record
 from rematic.activations.replay import replaying
+from rematic.activations.routing import RoutedBody, Routing
 from rematic.activations.safety import objection
 from rematic.activations.selective import OpSelection, SelectiveCache
 from rematic.activations.tiling import Tiling
@@ -69,6 +70,8 @@ class Unit:
         """Whether the user vouches that it can be replayed: it is not checked."""
         self.tiling: Tiling | None = None
         """Runs calls in slices (`tile`), None for whole calls."""
+        self.routing: Routing | None = None
+        """Its routers, whose decisions replays keep; None if it has none."""
         self._observers = Observers()
         self._module = weakref.ref(module)
         # Names of the tensors and objects that forward changes, in training and in evaluation.
@@ -92,6 +95,8 @@ class Unit:
     def restore(self) -> None:
         """Gives the module its own `forward` back."""
         self._forward.remove()
+        if self.routing is not None:
+            self.routing.remove()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, and again if memory runs out and evicting others helps."""
@@ -132,8 +137,11 @@ class Unit:
     def _open(
         self, call: tuple[tuple[Any, ...], dict[str, Any]], *, held: bool, filled_cache: bool
     ) -> Record:
+        body = self.original if self.tiling is None else self.tiling.body(self.original)
+        if self.routing is not None:
+            body = RoutedBody(body, self.routing, self.ledger.unpack)
         record = Record(
-            self.original if self.tiling is None else self.tiling.body(self.original),
+            body,
             call,
             name=self.name,
             position=self.position,
@@ -142,6 +150,8 @@ class Unit:
             cache=self._cache(),
             observers=self._observers,
         )
+        if isinstance(body, RoutedBody):
+            body.belong_to(record)
         if filled_cache:
             record.pinned = "it was given a filled key/value cache"
             self.note_once(f"its activations are kept in this call: {record.pinned}")
@@ -210,7 +220,7 @@ class Unit:
         verdicts = self.ledger.verdicts
         if kind not in verdicts:
             try:
-                reason = objection(record)
+                reason = self._objection(record)
                 hooks_act = self._observers.num_silent < num_silent
                 verdicts[kind] = Verdict(objection=reason, hooks_act=hooks_act)
             except RuntimeError as error:
@@ -222,6 +232,13 @@ class Unit:
             self._observers.forget()
         if verdict.objection is not None:
             self._pin(record, f"{verdict.objection}. If you know better, name it in `policy.trust`")
+
+    def _objection(self, record: Record) -> str | None:
+        reason = objection(record)
+        if reason is not None and self.routing is not None and self.routing.may_skip:
+            self.routing.may_skip = False  # its block may read what it leaves on itself
+            reason = objection(record)
+        return reason
 
     def _pin(self, record: Record, reason: str) -> None:
         record.pinned = reason.split(". ")[0]

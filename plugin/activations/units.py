@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from rematic.activations.routers import is_router
 from rematic.policy import match_names
 
 
-def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
+def find_units(
+    model: nn.Module, patterns: Sequence[str] = (), *, routers: Sequence[str] = ()
+) -> list[tuple[str, nn.Module]]:
     """Returns (qualified name, module) of every unit, in the order of the model's modules.
 
     Without patterns the units are the blocks of every repeated stack: the children of a
@@ -20,11 +23,14 @@ def find_units(model: nn.Module, patterns: Sequence[str] = ()) -> list[tuple[str
         model: The model, possibly the block itself.
         patterns: Names of units instead of the default search: globs over qualified names or
             class names.
+        routers: Patterns that name the routers of mixtures of experts (see `find_routers`), which
+            are no units unless a pattern is exactly their name or class.
 
     Raises:
         ValueError: If a pattern matches nothing, or no repeated stack is found.
     """
     found = _matched(model, patterns) if patterns else _each_once(_stacks(model, ""))
+    found = [pair for pair in found if not _is_unnamed_router(model, pair, patterns, routers)]
     if not found:
         raise ValueError(
             f"found no repeated stack of blocks in {type(model).__name__}: expected a ModuleList "
@@ -41,6 +47,19 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Mo
     return [
         (name, modules[name]) for name in modules if name in chosen and _outermost(name, chosen)
     ]
+
+
+def _is_unnamed_router(
+    model: nn.Module,
+    found: tuple[str, nn.Module],
+    patterns: Sequence[str],
+    routers: Sequence[str],
+) -> bool:
+    name, module = found
+    if name in patterns or type(module).__name__ in patterns:
+        return False
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return is_router(module, name, parent, routers)
 
 
 def _outermost(name: str, chosen: set[str]) -> bool:
