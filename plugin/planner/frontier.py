@@ -21,7 +21,7 @@ from rematic.policy import (
 LOSSLESS = ("keep", "selective", "recompute", "recompute+offload", "offload")
 """Actions among which a plan is chosen unless the user names others."""
 
-MAX_OP_SETS = 16
+MAX_OP_SETS = 8
 """Most op sets of one class that become options."""
 
 
@@ -64,7 +64,7 @@ def problem_of(costs: StepCosts, pace: Pace, *, allowed: Collection[str] = LOSSL
 def options_of(
     unit: UnitCosts, pace: Pace, *, allowed: Collection[str] = LOSSLESS
 ) -> tuple[Option, ...]:
-    """Returns the undominated options of one class of units, from what keeps most to what least.
+    """Returns the options of one class of units, from what keeps most to what keeps least.
 
     Args:
         unit: What was measured of the class.
@@ -96,21 +96,7 @@ def options_of(
             f"the class {unit.name} has none of the actions {', '.join(sorted(allowed))}: "
             f"expected one of {', '.join(measured)}, which were measured."
         )
-    order = sorted(options, key=lambda option: (-option.kept_bytes, option.seconds))
-    return undominated(order)
-
-
-def undominated(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Returns the options that no other one beats in time and in all bytes; of equals the first."""
-    return tuple(
-        option
-        for i, option in enumerate(options)
-        if not any(
-            _beats(other, option) and (j < i or not _beats(option, other))
-            for j, other in enumerate(options)
-            if j != i
-        )
-    )
+    return tuple(sorted(options, key=lambda option: (-option.kept_bytes, option.seconds)))
 
 
 def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Option:
@@ -166,16 +152,4 @@ def _option(action: Action, measured: ActionBytes, *, replay: float, pace: Pace)
         gradient_bytes=measured.gradient,
         seconds=seconds,
         moved_bytes=measured.moved,
-    )
-
-
-def _beats(one: Option, other: Option) -> bool:
-    """Whether one is at least as good in everything that a plan is judged by."""
-    return (
-        one.seconds <= other.seconds
-        and one.kept_bytes <= other.kept_bytes
-        and one.forward_bytes <= other.forward_bytes
-        and one.kept_bytes + one.backward_bytes <= other.kept_bytes + other.backward_bytes
-        and one.gradient_bytes <= other.gradient_bytes
-        and one.moved_bytes <= other.moved_bytes
     )

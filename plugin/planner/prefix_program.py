@@ -11,13 +11,26 @@ ever allows more, and its plan is never slower; quanta derived from the budget w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rematic.planner.dominance import undominated
 from rematic.planner.limits import Limits
 from rematic.planner.problem import Option, Problem
 from rematic.planner.quanta import quantum_bytes
+
+
+class _Entry(NamedTuple):
+    """One option of one unit, in quanta."""
+
+    position: int
+    seconds: float
+    weight: int
+    """What it keeps beyond what the unit keeps at least."""
+    cap: int
+    """Largest state from which it may be entered."""
 
 
 def fastest_assignment(
@@ -35,6 +48,7 @@ def fastest_assignment(
     """
     if budget_bytes < limits.around:
         return None
+    usable = {options: undominated(options) for options in dict.fromkeys(problem.units)}
     least = [min(option.kept_bytes for option in options) for options in problem.units]
     quantum = quantum_bytes(problem.units)
     weights = [
@@ -48,10 +62,11 @@ def fastest_assignment(
     seconds = np.zeros(1)
     choices = []
     for i, options in enumerate(problem.units):
-        caps = [(room - need) // quantum for need in limits.needs[i]]
-        seconds, chosen = _advance(
-            seconds, options, weights=weights[i], caps=caps, num_states=num_states
-        )
+        entries = [
+            _Entry(a, options[a].seconds, weights[i][a], (room - limits.needs[i][a]) // quantum)
+            for a in usable[options]
+        ]
+        seconds, chosen = _advance(seconds, entries, num_states=num_states)
         room -= least[i]
         choices.append(chosen)
     return _walk_back(seconds, choices, weights)
@@ -62,26 +77,21 @@ def _weights(options: Sequence[Option], least: int, quantum: int) -> list[int]:
 
 
 def _advance(
-    seconds: npt.NDArray[np.float64],
-    options: Sequence[Option],
-    *,
-    weights: Sequence[int],
-    caps: Sequence[int],
-    num_states: int,
+    seconds: npt.NDArray[np.float64], entries: Sequence[_Entry], *, num_states: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int16]]:
     """Returns the least seconds of each state after one more unit, and the option that gave it."""
-    reached = min(len(seconds) + max(weights), num_states)
+    reached = min(len(seconds) + max(entry.weight for entry in entries), num_states)
     best = np.full(reached, np.inf)
     chosen = np.full(reached, -1, dtype=np.int16)
-    for position, (option, weight, cap) in enumerate(zip(options, weights, caps, strict=True)):
-        num_sources = min(cap + 1, len(seconds), reached - weight)
+    for entry in entries:
+        num_sources = min(entry.cap + 1, len(seconds), reached - entry.weight)
         if num_sources <= 0:
             continue
-        candidate = seconds[:num_sources] + option.seconds
-        target = best[weight : weight + num_sources]
-        better = candidate < target
-        np.copyto(target, candidate, where=better)
-        chosen[weight : weight + num_sources][better] = position
+        states = slice(entry.weight, entry.weight + num_sources)
+        candidate = seconds[:num_sources] + entry.seconds
+        better = candidate < best[states]
+        np.copyto(best[states], candidate, where=better)
+        chosen[states][better] = entry.position
     return best, chosen
 
 
