@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rematic.policy import Policy as Policy
     from rematic.policy import Rule as Rule
     from rematic.session import Session as Session
+    from rematic.step_recovery import StepOutOfMemoryError as StepOutOfMemoryError
+    from rematic.torn_step import TornOptimizerStepError as TornOptimizerStepError
 
 # Loaded on first use: recipes and the command read YAML without waiting for torch, and the core
 # works without Lightning.
@@ -27,6 +29,8 @@ _HOMES = {
     "ReplayError": "rematic.activations",
     "Rule": "rematic.policy",
     "Session": "rematic.session",
+    "StepOutOfMemoryError": "rematic.step_recovery",
+    "TornOptimizerStepError": "rematic.torn_step",
     "attach": "rematic.attachment",
     "replaying": "rematic.activations",
     "tiled_cross_entropy": "rematic.activations.tiled_loss",

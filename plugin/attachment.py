@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from rematic.policy import Action, Policy, Rule, Selective, Tile, action_named, 
 from rematic.recipes import (
     ActionConfig,
     Budget,
-    ControlConfig,
     Recipe,
     RuleConfig,
     SelectiveConfig,
@@ -30,8 +28,6 @@ from rematic.recipes import (
 )
 from rematic.session import Session, SessionSettings
 from rematic.training_tensors import existing_bytes
-
-_log = logging.getLogger("rematic")
 
 
 def attach(
@@ -68,12 +64,6 @@ def attach(
             policy plans.
     """
     chosen = _recipe(recipe)
-    if chosen.control != ControlConfig():
-        _log.warning(
-            "control.attempts is %d, which has no effect yet: a step is not tried again as a "
-            "whole. Remove it from the recipe.",
-            chosen.control.attempts,
-        )
     optimizers = _optimizers(optimizer)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     reader = make_probe(
@@ -110,6 +100,8 @@ def attach(
                 batch_shape=batch_shape,
                 journal=journal or _NoJournal(),
                 allow_lossy=chosen.policy.allow_lossy or first.is_lossy,
+                attempts=chosen.control.attempts,
+                allow_split=chosen.control.allow_split,
             ),
         )
     except BaseException:

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 
 from rematic.activations import OpRetry, StepMeter
+from rematic.memory import is_out_of_memory
+from rematic.torn_step import OptimizerState
 
 Closure = Callable[[], Any]
 """Forward and backward, as an optimizer's step takes them; what it returns is passed through."""
+
+TornStep = Callable[[torch.optim.Optimizer, list[torch.Tensor], RuntimeError], BaseException]
+"""Makes an error of an optimizer, the parameters it has changed, and what failed."""
 
 
 class OptimizerGuard:
@@ -50,6 +55,8 @@ class OptimizerBoundary:
         optimizer: The optimizer, whose class stays as it is.
         guard: Makes the context in which parameters and state are updated.
         on_step: Called after the step.
+        on_torn: Makes the error that is raised when the step ran out of memory half way; called
+            with the optimizer, what it has changed and the failure. None: the failure passes.
     """
 
     def __init__(
@@ -58,8 +65,10 @@ class OptimizerBoundary:
         *,
         guard: Callable[[], OptimizerGuard],
         on_step: Callable[[], None],
+        on_torn: TornStep | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._on_torn = on_torn
         self._guard = guard
         self._on_step = on_step
         self._previous = optimizer.__dict__.get("step")
@@ -68,6 +77,11 @@ class OptimizerBoundary:
         # Bound: learning-rate schedulers wrap `optimizer.step.__func__` on the instance too.
         self._wrapped = types.MethodType(self._make_step(), optimizer)
         optimizer.step = self._wrapped  # type: ignore[method-assign]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self._optimizer
 
     def detach(self) -> None:
         """Gives the optimizer its own `step` back, or goes silent under somebody's wrapper."""
@@ -86,13 +100,26 @@ class OptimizerBoundary:
         ) -> object:
             if not self._active:
                 return self._call(closure, kwargs)
-            guard = self._guard()
-            with guard:
-                result = self._call(closure and _outside(guard, closure), kwargs)
+            guard, before = self._guard(), OptimizerState(self._optimizer)
+            try:
+                with guard:
+                    result = self._call(closure and _outside(guard, closure), kwargs)
+            except RuntimeError as error:
+                torn = self._torn(before, error)
+                if torn is None:
+                    raise
+                # without its cause: an out-of-memory error would be answered as one
+                raise torn from None
             self._on_step()
             return result
 
         return step
+
+    def _torn(self, before: OptimizerState, error: RuntimeError) -> BaseException | None:
+        if self._on_torn is None or not is_out_of_memory(error):
+            return None
+        changed = before.changed()
+        return self._on_torn(self._optimizer, changed, error) if changed else None
 
     def _call(self, closure: Closure | None, kwargs: dict[str, object]) -> object:
         return self._original(**kwargs) if closure is None else self._original(closure, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -13,15 +13,20 @@ from torch import nn
 from rematic import control
 from rematic.activations import Engine, Notice, OpRetry
 from rematic.batch_shape import BatchShape
-from rematic.control import Costs, History, HistoryEntry, StepRequest
+from rematic.control import Costs, History, HistoryEntry, StepDecision, StepRequest, StopReport
 from rematic.journal import EventSink
 from rematic.memory import Probe, is_out_of_memory
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
+from rematic.optimizer_relief import OptimizerRelief
 from rematic.policy import LADDER, Plan, Policy, Recompute, policy_named, resolve
 from rematic.session_report import format_session_report
+from rematic.session_step import SessionStep
+from rematic.split_batch import Reduction
 from rematic.step_record import StepRecord
+from rematic.step_recovery import StepRecovery, begin_recovery
 from rematic.training_tensors import gradient_bytes, pending_gradient_bytes
+from rematic.transaction import ChangingState
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -50,6 +55,12 @@ class SessionSettings:
 
     allow_lossy: bool = False
     """Whether a policy that loses precision may be switched to."""
+
+    attempts: int = 4
+    """Tries of one micro-batch, the first included."""
+
+    allow_split: bool = False
+    """Whether a try may split the batch, which adds up in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +105,9 @@ class Session:
         self._engine = engine
         self._parameters = list(model.parameters())
         self._costs = Costs()
+        self._changing = ChangingState()
+        self.at_stop: Callable[[StopReport], object] | None = None
+        """Called when a micro-batch is given up, before the error: hosts save a checkpoint."""
         self._step: OpenStep | None = None
         self._pending: list[_Change] = []
         self._at_boundary = True
@@ -130,7 +144,12 @@ class Session:
     def add_optimizers(self, *optimizers: torch.optim.Optimizer) -> None:
         """Covers optimizers made after attaching: a boundary lies after the step of each."""
         self._boundaries += [
-            OptimizerBoundary(optimizer, guard=self._optimizer_guard, on_step=self._pass_boundary)
+            OptimizerBoundary(
+                optimizer,
+                guard=self._optimizer_guard,
+                on_step=self._pass_boundary,
+                on_torn=SessionStep(self).torn,
+            )
             for optimizer in optimizers
         ]
 
@@ -150,20 +169,50 @@ class Session:
             raise
         self.end_step()
 
-    def run(self, fn: Callable[[B], T], batch: B) -> T:
+    def run(self, fn: Callable[[B], T], batch: B, *, reduction: Reduction | None = None) -> T:
         """Runs `fn(batch)`, which does forward and backward and returns the loss, as one step.
 
-        An op that runs out of memory is answered by evicting and running it again, on every step
-        and not on risky ones alone, unless the recipe's `op_retry` is `never`.
+        An allocation that fails is answered at the op, on every step and not on risky ones alone
+        (unless the recipe's `op_retry` is `never`), then at the unit. If that does not help,
+        everything is put back and `fn(batch)` runs again under a heavier plan, `control.attempts`
+        times at most. It must end before gradients are clipped and the optimizer steps.
+
+        Args:
+            fn: Forward and backward; returns the loss.
+            batch: The micro-batch.
+            reduction: How the loss combines the sequences of a batch (`sum`, `mean` of them, or a
+                function that counts the terms of the mean); `control.allow_split` needs it.
+
+        Raises:
+            StepOutOfMemoryError: If nothing that is allowed helps; model and gradients are as
+                before.
         """
-        self.begin_step(batch, armed=True)
-        try:
-            loss = fn(batch)
-        except BaseException as error:
-            self.abort_step(error)
-            raise
-        self.end_step()
-        return loss
+        return SessionStep(self).run(fn, batch, reduction)
+
+    def recovery(
+        self,
+        batch: object,
+        *,
+        others: Iterable[nn.Module] = (),
+        skipped: frozenset[str] = frozenset(),
+        max_parts: int = 1,
+    ) -> StepRecovery:
+        """Makes the open step one that can be repeated; for hosts.
+
+        Args:
+            batch: What the step is given.
+            others: Modules outside the model that the step changes, such as a host's metrics.
+            skipped: Names of attributes of modules that belong to the host.
+            max_parts: Into how many parts the batch may be split.
+        """
+        return begin_recovery(
+            SessionStep(self, max_parts=max_parts),
+            self.model,
+            batch,
+            changing=self._changing,
+            others=others,
+            skipped=skipped,
+        )
 
     def begin_step(self, batch: object = None, *, armed: bool = False) -> None:
         """Plans for a micro-batch and starts to watch it; hosts pair it with `end_step`.
@@ -176,10 +225,13 @@ class Session:
             self.abort_step(None)
         shape = self.settings.batch_shape(batch)
         decision = control.plan_step(self._costs, self._request(shape))
+        armed = armed or decision.armed or shape.tokens <= 1  # a batch that could not be read
+        self._open_step(shape, decision, armed=armed)
+
+    def _open_step(self, shape: BatchShape, decision: StepDecision, *, armed: bool) -> None:
         self._plan = decision.plan
         self._at_boundary = False
         mode = self.settings.op_retry
-        armed = armed or decision.armed or shape.tokens <= 1  # a batch that could not be read
         self._step = OpenStep(
             self._engine,
             self.probe,
@@ -355,7 +407,7 @@ class Session:
 
     def _optimizer_guard(self) -> OptimizerGuard:
         covered = self.settings.op_retry != "never" and self.budget_bytes is not None
-        retry = OpRetry(lambda wanted, _: self._engine.ledger.evict(wanted).bytes_freed)
+        retry = OpRetry(OptimizerRelief(self._engine.ledger))
         meter = None if self._step is None else self._step.meter
         return OptimizerGuard(retry if covered else None, meter)
 

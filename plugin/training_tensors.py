@@ -23,6 +23,20 @@ def existing_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     return sum(tensor_bytes(tensor) for tensor in _existing(model, optimizers))
 
 
+def resident_bytes(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> tuple[tuple[str, int], ...]:
+    """Returns the bytes that stay between steps, by kind."""
+    states = [state.values() for optimizer in optimizers for state in optimizer.state.values()]
+    kinds: dict[str, Iterable[torch.Tensor]] = {
+        "weights": model.parameters(),
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "buffers": model.buffers(),
+        "optimizer": [v for values in states for v in values if isinstance(v, torch.Tensor)],
+    }
+    return tuple((kind, sum(map(tensor_bytes, tensors))) for kind, tensors in kinds.items())
+
+
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Returns the bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()

@@ -335,10 +335,13 @@ class ControlConfig:
     """How failures are answered."""
 
     attempts: int = 4
-    """Tries of one micro-batch, default 4. No effect yet: ops and units run again, not steps."""
+    """Tries of one micro-batch as a whole, the first included; default 4."""
+    allow_split: bool = False
+    """Whether a try may split a batch whose loss's reduction is declared; default false."""
 
     def __post_init__(self) -> None:
         whole_number(self, "attempts", minimum=1, remedy="write 1 for no second try")
+        true_or_false(self, "allow_split")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -235,14 +235,9 @@ def test_names_and_files_are_those_of_the_model() -> None:
     session.detach()
 
 
-def test_a_key_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_default_recipe_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     _session(recipe=Recipe(), budget="1GiB").detach()
     assert caplog.messages == []
-    _session(recipe={"control": {"attempts": 2}}, budget="1GiB").detach()
-    assert caplog.messages == [
-        "control.attempts is 2, which has no effect yet: a step is not tried again as a whole. "
-        "Remove it from the recipe."
-    ]
 
 
 @pytest.mark.parametrize("start", get_args(Start))

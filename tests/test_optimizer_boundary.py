@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import rematic
-from rematic.memory import SimulatedProbe
+from rematic.memory import SimulatedProbe, is_out_of_memory
 from rematic.optimizer_boundary import OptimizerBoundary
 from tests.activations.blocks import make_input, make_model
+from tests.events import Events
 
 
 class Log:
@@ -195,11 +196,49 @@ def test_a_step_of_the_session_is_covered_while_records_are_there() -> None:
     session.detach()
 
 
-def test_a_step_with_nothing_to_evict_passes_the_error_on() -> None:
+def test_a_step_with_nothing_to_evict_is_tried_again_without() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     session = rematic.attach(model, optimizer, policy="keep", budget="1GiB", probe=SimulatedProbe())
     session.run(lambda x: model(x).backward(), make_input())
-    with pytest.raises(torch.OutOfMemoryError), SimulatedProbe(fail_at_ops=[4]):
+    with SimulatedProbe(fail_at_ops=[4]) as failing:
+        optimizer.step()
+    assert failing.num_ooms == 1
+    session.detach()
+
+
+def test_a_step_torn_half_way_names_what_it_changed() -> None:
+    model, journal = make_model(), Events()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    session = rematic.attach(
+        model, optimizer, policy="keep", budget="1GiB", probe=SimulatedProbe(), journal=journal
+    )
+    session.run(lambda x: model(x).backward(), make_input())
+    message = (
+        r"^the optimizer's step found no memory after it had changed 2 of 14 parameters or their "
+        r"state \(blocks\.0\.up\.weight, blocks\.0\.up\.bias\), and can neither be finished nor "
+        r"undone\. "
+        r"Resume from the last checkpoint"
+    )
+    with SimulatedProbe() as counting:
+        copy.deepcopy(optimizer).step()
+    position = 2 * counting.num_ops // 14 + 2
+    with (
+        pytest.raises(rematic.TornOptimizerStepError, match=message) as caught,
+        SimulatedProbe(fail_at_ops=range(position, position + 3)),
+    ):
+        optimizer.step()
+    assert not is_out_of_memory(caught.value)
+    (stop,) = journal.of("stop")
+    assert stop["parameters"] == ["blocks.0.up.weight", "blocks.0.up.bias"]
+    session.detach()
+
+
+def test_a_step_that_fails_before_it_changes_anything_passes_the_error_on() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = rematic.attach(model, optimizer, policy="keep", budget="1GiB", probe=SimulatedProbe())
+    session.run(lambda x: model(x).backward(), make_input())
+    with pytest.raises(torch.OutOfMemoryError), SimulatedProbe(fail_at_ops=[1, 2, 3]):
         optimizer.step()
     session.detach()

@@ -43,7 +43,7 @@ def test_memory_that_cannot_be_found_stops_with_a_report() -> None:
         session.run(lambda x: model(x).backward(), x)
     (stop,) = journal.of("stop")
     assert stop["step"] == 1
-    assert stop["reason"] == "out of memory, and nothing was left to evict"
+    assert stop["reason"].startswith("there was no room for what a second attempt")
     assert "Simulated device out of memory" in stop["report"]
     assert (stop["batch"], stop["length"]) == (4, 1)
     assert all(p.grad is None for p in model.parameters())

@@ -13,7 +13,7 @@ from torch import nn
 import rematic
 from rematic.memory import SimulatedProbe
 from rematic.policy import PLANNED, Policy, Rule, Selective
-from rematic.recipes import PolicyConfig, Recipe
+from rematic.recipes import ControlConfig, PolicyConfig, Recipe
 from tests.activations.blocks import Block, make_input, make_model
 from tests.activations.families import build_llama
 from tests.activations.parity import Outcome, differences, read_outcome
@@ -238,9 +238,8 @@ def test_without_the_retry_at_the_op_units_run_again(
         training.train([64])
     assert training.session is not None
     num_retries = sum(unit.num_retries for unit in training.session._engine.units)
-    retries = training.journal.of("retry")
+    retries = [event for event in training.journal.of("retry") if event["level"] == "unit"]
     assert len(retries) == num_retries > 0
-    assert {event["level"] for event in retries} == {"unit"}
     assert all(event["where"].startswith("model.layers.") for event in retries)
     assert all(event["bytes_asked"] > 0 for event in retries)
     assert not any(record["armed"] for record in training.records)
@@ -253,7 +252,7 @@ def test_never_means_that_no_op_is_run_again(op_retry: Any, recovers: bool) -> N
     with counting:
         make_model()(x)
     model, probe = make_model(), SimulatedProbe(fail_at_ops=[counting.num_ops + 1])
-    recipe = Recipe(policy=PolicyConfig(op_retry=op_retry))
+    recipe = Recipe(policy=PolicyConfig(op_retry=op_retry), control=ControlConfig(attempts=1))
     session = rematic.attach(model, policy="keep", budget="1GiB", probe=probe, recipe=recipe)
     caught = contextlib.nullcontext() if recovers else pytest.raises(torch.OutOfMemoryError)
     with caught, probe:

@@ -1,6 +1,9 @@
 """Decides before and between steps: the plan of a step, the history of policies. No torch."""
 
 from rematic.control.curve import Curve as Curve
+from rematic.control.escalation import FirstAttempt as FirstAttempt
+from rematic.control.escalation import Rung as Rung
+from rematic.control.escalation import escalate as escalate
 from rematic.control.history import History as History
 from rematic.control.history import HistoryEntry as HistoryEntry
 from rematic.control.history import pinned as pinned
@@ -18,3 +21,8 @@ from rematic.control.step_plan import StepRequest as StepRequest
 from rematic.control.step_plan import kept_key as kept_key
 from rematic.control.step_plan import learn as learn
 from rematic.control.step_plan import plan_step as plan_step
+from rematic.control.stop_report import FailedAttempt as FailedAttempt
+from rematic.control.stop_report import StopReport as StopReport
+from rematic.control.stop_report import advise as advise
+from rematic.control.stop_report import format_stop as format_stop
+from rematic.control.stop_report import largest_length as largest_length

@@ -1,0 +1,130 @@
+"""What a run says when a micro-batch does not fit in any way that is allowed. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rematic.control.step_plan import Costs, StepRequest, plan_step
+from rematic.policy import Recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedAttempt:
+    """One attempt that ran out of memory."""
+
+    name: str
+    """The policy or the way to run it."""
+
+    needed_bytes: int | None
+    """Bytes in use when an allocation failed, and those it asked for; None if unknown."""
+
+    error: str
+    """What failed, in the words of the allocator."""
+
+    where: str
+    """The line of code that was running."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReport:
+    """Why a micro-batch was given up."""
+
+    batch: int
+    """Sequences."""
+
+    length: int
+    """Tokens of each."""
+
+    budget_bytes: int | None
+    """Bytes that might be in use."""
+
+    attempts: tuple[FailedAttempt, ...]
+    """Every attempt, the first one first."""
+
+    obstacle: str | None
+    """What kept the step from being tried again, None if nothing did."""
+
+    largest_length: int | None
+    """The longest sequences, so many in a batch, that are expected to fit; None if unknown."""
+
+    resident_bytes: tuple[tuple[str, int], ...]
+    """What stays in use between steps, by kind."""
+
+    num_torn_gradients: int = 0
+    """Gradients of earlier micro-batches that hold a part of this one."""
+
+    advice: tuple[str, ...] = ()
+    """What to change."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the report in plain types."""
+        return {**dataclasses.asdict(self), "resident_bytes": dict(self.resident_bytes)}
+
+
+def largest_length(costs: Costs, request: StepRequest) -> int | None:
+    """Returns the longest sequences that are expected to fit if every unit is recomputed.
+
+    So many in a batch as in `request`; None where nothing was measured yet or there is no budget.
+    """
+    num_sequences = max(1, request.tokens // max(request.length, 1))
+    low, high = 0, request.length
+    if request.budget_bytes is None or _peak(costs, request, length=1, batch=1) is None:
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        peak = _peak(costs, request, length=middle, batch=num_sequences)
+        if peak is not None and peak <= request.budget_bytes * (1 - request.reserve):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _peak(costs: Costs, request: StepRequest, *, length: int, batch: int) -> int | None:
+    recomputed = (Recompute(),) * len(request.actions)
+    asked = replace(request, actions=recomputed, tokens=length * batch, length=length)
+    return plan_step(costs, asked).predicted_peak_bytes
+
+
+def format_stop(report: StopReport) -> str:
+    """Returns the report as a text that callers who shrink batches recognise."""
+    tried = "; ".join(_attempt(attempt) for attempt in report.attempts)
+    parts = [
+        f"a batch of {report.batch} x {report.length} tokens ran out of memory. Tried: {tried}.",
+        f"{report.attempts[-1].error} (at {report.attempts[-1].where}).",
+    ]
+    if report.budget_bytes is not None:
+        parts.append(f"The budget is {report.budget_bytes:,} bytes.")
+    if report.obstacle is not None:
+        parts.append(f"It was not tried again: {report.obstacle}")
+    if report.num_torn_gradients:
+        parts.append(
+            f"{report.num_torn_gradients} gradients of earlier micro-batches hold a part of this "
+            "one: call `zero_grad` before going on."
+        )
+    if report.largest_length:
+        parts.append(f"Sequences of up to {report.largest_length} tokens are expected to fit.")
+    return " ".join([*parts, *report.advice])
+
+
+def _attempt(attempt: FailedAttempt) -> str:
+    if attempt.needed_bytes is None:
+        return attempt.name
+    return f"{attempt.name} (needed {attempt.needed_bytes:,} bytes)"
+
+
+def advise(*, may_compress: bool, may_split: bool, head_is_peak: bool) -> tuple[str, ...]:
+    """Returns what a person can change, what helps most first."""
+    advice = ["Shorten the sequences, take fewer in a batch, or raise the budget."]
+    if head_is_peak:
+        advice.insert(0, "Most of it is needed by head and loss: use a tiled loss.")
+    if not may_compress:
+        advice.append("`policy: {allow_lossy: true}` permits 8-bit activations, which are lossy.")
+    if not may_split:
+        advice.append(
+            "`control: {allow_split: true}` with `session.run(..., reduction=...)` permits "
+            "smaller micro-batches."
+        )
+    return tuple(advice)

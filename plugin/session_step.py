@@ -1,0 +1,174 @@
+"""What a recovery asks of a session, and the recoverable step of `session.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from rematic import control
+from rematic.activations import Ledger
+from rematic.control import FailedAttempt, FirstAttempt, Rung, StopReport
+from rematic.policy import Action
+from rematic.split_batch import Reduction, batch_statistics, num_sequences, run_in_parts
+from rematic.step_recovery import run_attempts
+from rematic.torn_step import torn_step_error
+from rematic.training_tensors import resident_bytes
+
+if TYPE_CHECKING:
+    from rematic.session import Session
+
+B = TypeVar("B")
+T = TypeVar("T")
+
+
+class SessionStep:
+    """The open step of a session, as its recovery sees it.
+
+    Args:
+        session: The session, whose inner parts this file may use.
+        max_parts: Into how many parts the batch may be split.
+    """
+
+    def __init__(self, session: Session, *, max_parts: int = 1) -> None:
+        self._session = session
+        self._max_parts = max_parts
+
+    def run(self, fn: Callable[[B], T], batch: B, reduction: Reduction | None) -> T:
+        """Runs `fn(batch)` as one step, again if memory runs out."""
+        session = self._session
+        self._max_parts = self._parts_allowed(batch, reduction)
+        session.begin_step(batch, armed=True)
+        recovery = session.recovery(batch, max_parts=self._max_parts)
+
+        def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - what the user's step returns
+            if rung is None or rung.num_parts == 1:
+                return fn(batch)
+            assert reduction is not None
+            return run_in_parts(
+                fn, batch, num_parts=rung.num_parts, reduction=reduction, model=session.model
+            )
+
+        try:
+            result: T = run_attempts(recovery, attempt)
+        except BaseException as error:
+            recovery.close()
+            session.abort_step(error)
+            raise
+        session.end_step()
+        return result
+
+    def _parts_allowed(self, batch: object, reduction: Reduction | None) -> int:
+        if not self._session.settings.allow_split or reduction is None:
+            return 1
+        refused = batch_statistics(self._session.model)
+        return 1 if refused is not None else num_sequences(batch)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The records of the model."""
+        return self._session._engine.ledger
+
+    def first_attempt(self) -> FirstAttempt:
+        """Returns what failed and what is allowed."""
+        session = self._session
+        assert session._step is not None
+        return FirstAttempt(
+            actions=session.plan.actions,
+            armed=session._step.armed,
+            can_arm=session.settings.op_retry != "never",
+            attempts=session.settings.attempts,
+            may_compress=session.settings.allow_lossy,
+            max_parts=self._max_parts,
+        )
+
+    def reopen(self, actions: tuple[Action, ...] | None) -> None:
+        """Opens the step again under a plan; None for the one it had."""
+        session = self._session
+        step = session._close_step()
+        request = session._request(step.shape)
+        request = replace(request, actions=session.plan.actions if actions is None else actions)
+        decision = control.plan_step(session._costs, request)
+        session._open_step(step.shape, decision, armed=True)
+
+    def stop_report(
+        self, attempts: Sequence[FailedAttempt], obstacle: str | None, num_torn: int
+    ) -> StopReport:
+        """Returns why the step is given up."""
+        session = self._session
+        assert session._step is not None
+        shape = session._step.shape
+        request = session._request(shape)
+        working = session._costs.working_set(shape.tokens)
+        head_is_peak = working is not None and working.head_bytes > working.unit_bytes
+        return StopReport(
+            batch=shape.batch,
+            length=shape.length,
+            budget_bytes=session.budget_bytes,
+            attempts=tuple(attempts),
+            obstacle=obstacle,
+            largest_length=control.largest_length(session._costs, request),
+            resident_bytes=resident_bytes(
+                session.model, [b.optimizer for b in session._boundaries]
+            ),
+            num_torn_gradients=num_torn,
+            advice=control.advise(
+                may_compress=session.settings.allow_lossy,
+                may_split=self._max_parts > 1,
+                head_is_peak=head_is_peak,
+            ),
+        )
+
+    def give_up(self, report: StopReport) -> None:
+        """Ends the step for good: the journal gets the report, and a host saves a checkpoint."""
+        session = self._session
+        step = session._close_step()
+        reason = report.obstacle or "every attempt that is allowed ran out of memory"
+        self._session.settings.journal.write(
+            {
+                "event": "stop",
+                "step": step.number,
+                "reason": reason,
+                "report": control.format_stop(report),
+                "batch": step.shape.batch,
+                "length": step.shape.length,
+                **{k: v for k, v in report.to_plain().items() if k not in ("batch", "length")},
+            }
+        )
+        if session.at_stop is not None:
+            session.at_stop(report)
+
+    def torn(
+        self, optimizer: torch.optim.Optimizer, changed: list[torch.Tensor], error: RuntimeError
+    ) -> BaseException:
+        """Returns the error for an optimizer that has changed only some parameters."""
+        session = self._session
+        known = {id(p): name for name, p in session.model.named_parameters()}
+        names = [known.get(id(p), f"one of shape {tuple(p.shape)}") for p in changed]
+        num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        stop = torn_step_error(names, num_parameters=num_parameters)
+        session.settings.journal.write(
+            {
+                "event": "stop",
+                "step": session.num_steps,
+                "reason": "the optimizer's step was torn",
+                "report": str(stop),
+                "batch": None,
+                "length": None,
+                "parameters": names,
+                "error": str(error).split("\n")[0],
+            }
+        )
+        return stop
+
+    def in_use_bytes(self) -> int | None:
+        """Returns the bytes in use, None if unknown."""
+        return self._session.probe.allocated_bytes()
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Writes a retry of the step to the journal."""
+        self._session.settings.journal.write(
+            {"event": "retry", "step": self._session.num_steps, **event}
+        )

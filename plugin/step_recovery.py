@@ -1,0 +1,276 @@
+"""Runs a micro-batch again that ran out of memory, under heavier plans, until it is done.
+
+The smaller answers, at the op and at the unit, have been given by then (contract 5).
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rematic import control
+from rematic.activations import Ledger
+from rematic.control import FailedAttempt, Rung, StopReport
+from rematic.memory import is_out_of_memory, requested_bytes
+from rematic.policy import Action
+from rematic.transaction import (
+    ChangingState,
+    RestoreError,
+    StepTransaction,
+    release_attempt,
+)
+
+
+class StepOutOfMemoryError(torch.OutOfMemoryError):
+    """A micro-batch that fits in no way that is allowed; model and gradients are as before it.
+
+    It has one argument, a text with the words by which `accelerate.find_executable_batch_size`
+    recognises that a smaller batch may help.
+    """
+
+    report: StopReport
+    """What was tried, and what would fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An attempt that ran out of memory, in plain values: it keeps nothing alive."""
+
+    error: str
+    """The words of the allocator."""
+
+    where: str
+    """The line of code that was running."""
+
+    needed_bytes: int | None
+    """Bytes in use then and those asked for."""
+
+
+class RecoverableStep(Protocol):
+    """What a recovery asks of the session whose step it repeats."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The records of the model."""
+
+    def first_attempt(self) -> control.FirstAttempt:
+        """Returns what failed and what is allowed."""
+
+    def reopen(self, actions: tuple[Action, ...] | None) -> None:
+        """Opens the step again under a plan; None for the one it had."""
+
+    def stop_report(
+        self, attempts: Sequence[FailedAttempt], obstacle: str | None, num_torn: int
+    ) -> StopReport:
+        """Returns why the step is given up."""
+
+    def give_up(self, report: StopReport) -> None:
+        """Ends the step for good."""
+
+    def in_use_bytes(self) -> int | None:
+        """Returns the bytes in use, None if unknown."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Writes to the journal."""
+
+
+class StepRecovery:
+    """One micro-batch while it is tried.
+
+    Args:
+        step: The session, with the step open.
+        transaction: What an attempt can change, as it was before the first one; None if there was
+            no room to take it down, when only stopping is left.
+    """
+
+    def __init__(self, step: RecoverableStep, transaction: StepTransaction | None) -> None:
+        self.rung: Rung | None = None
+        """How the present attempt runs, None for the first one."""
+        self.transaction = transaction
+        self._step = step
+        self._first: control.FirstAttempt | None = None
+        self._rungs: list[Rung] = []
+        self._attempts: list[FailedAttempt] = []
+
+    def note(self, error: BaseException, *losses: torch.Tensor | None) -> Failure | None:
+        """Reads and frees a failed attempt; to be called while the error is handled.
+
+        Args:
+            error: What the attempt raised.
+            losses: Results of the attempt that callers still hold.
+
+        Returns:
+            The failure, to be given to `answer` when the `except` block has been left; None if
+            memory did not run out.
+        """
+        if not is_out_of_memory(error):
+            return None
+        in_use = self._step.in_use_bytes()
+        failure = Failure(
+            error=str(error).split("\n")[0],
+            where=_where(error),
+            needed_bytes=None if in_use is None else in_use + requested_bytes(error),
+        )
+        release_attempt(error, *losses)
+        return failure
+
+    def answer(self, failure: Failure) -> Rung:
+        """Puts everything back and makes ready for another attempt.
+
+        Returns:
+            How the next attempt is to run.
+
+        Raises:
+            StepOutOfMemoryError: If there is none.
+        """
+        self._step.ledger.evict(1 << 62)  # what a loss that someone holds keeps alive
+        _release_cached_blocks()
+        name = "as planned" if self.rung is None else self.rung.name
+        self._attempts.append(
+            FailedAttempt(
+                name=name,
+                needed_bytes=failure.needed_bytes,
+                error=failure.error,
+                where=failure.where,
+            )
+        )
+        if self._first is None:
+            self._first = self._step.first_attempt()
+            self._rungs = list(control.escalate(self._first))
+        obstacle = self._obstacle()
+        if obstacle is not None or not self._rungs:
+            self._stop(obstacle)
+        return self._climb()
+
+    def commit(self) -> None:
+        """Ends a micro-batch that is done."""
+        if self.transaction is not None:
+            self.transaction.commit()
+
+    def close(self) -> None:
+        """Ends it in any other way; safe to call twice."""
+        if self.transaction is not None:
+            self.transaction.close()
+
+    def _obstacle(self) -> str | None:
+        if self.transaction is None:
+            return "there was no room for what a second attempt would have to put back."
+        try:
+            self.transaction.check(in_parts=bool(self._rungs) and self._rungs[0].num_parts > 1)
+        except RestoreError as error:
+            return str(error)
+        return None
+
+    def _climb(self) -> Rung:
+        assert self._first is not None
+        assert self.transaction is not None
+        self.rung = rung = self._rungs.pop(0)
+        if rung.num_parts > 1:
+            self.transaction.undo_for_parts()
+        else:
+            self.transaction.undo()
+        every = None if rung.action is None else (rung.action,) * len(self._first.actions)
+        self._step.reopen(every)
+        failed = self._attempts[-1]
+        self._step.write(
+            {
+                "level": "step",
+                "where": failed.where,
+                "failed": failed.name,
+                "needed_bytes": failed.needed_bytes,
+                "next": rung.name,
+                "lossy": rung.is_lossy,
+            }
+        )
+        return rung
+
+    def _stop(self, obstacle: str | None) -> None:
+        num_torn = 0
+        if self.transaction is not None and obstacle is None:
+            num_torn = self.transaction.give_up()
+        self.close()
+        report = self._step.stop_report(self._attempts, obstacle, num_torn)
+        self._step.give_up(report)
+        error = StepOutOfMemoryError(control.format_stop(report))
+        error.report = report
+        raise error
+
+
+def begin_recovery(
+    step: RecoverableStep,
+    model: nn.Module,
+    batch: object,
+    *,
+    changing: ChangingState,
+    others: Iterable[nn.Module] = (),
+    skipped: frozenset[str] = frozenset(),
+) -> StepRecovery:
+    """Takes down what a micro-batch can change, evicting if there is no room for that.
+
+    Args:
+        step: The session, with the step open.
+        model: The model.
+        batch: What the step is given.
+        changing: What steps were seen to change.
+        others: Modules outside the model that the step changes, such as a host's metrics.
+        skipped: Names of attributes of modules that belong to a host.
+
+    Raises:
+        StepOutOfMemoryError: If there is no room even so.
+    """
+    make = functools.partial(
+        StepTransaction, model, batch, changing=changing, others=others, skipped=skipped
+    )
+    for _ in range(2):
+        try:
+            return StepRecovery(step, make())
+        except RuntimeError as error:
+            recovery = StepRecovery(step, None)
+            failure = recovery.note(error)
+            if failure is None:
+                raise
+        step.ledger.evict(1 << 62)
+    assert failure is not None
+    recovery.answer(failure)
+    raise AssertionError("without a transaction no attempt is left")
+
+
+def run_attempts(recovery: StepRecovery, attempt: Callable[[Rung | None], Any]) -> Any:  # noqa: ANN401 - what the user's step returns
+    """Runs `attempt` until it succeeds or nothing is left to try.
+
+    Errors other than running out of memory pass.
+    """
+    while True:
+        try:
+            result = attempt(recovery.rung)
+        except BaseException as error:
+            failure = recovery.note(error)
+            if failure is None:
+                recovery.close()
+                raise
+        else:
+            recovery.commit()
+            return result
+        # outside `except`: the failed attempt is freed before the next one begins
+        recovery.answer(failure)
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if "/torch/" not in f.filename and "rematic" not in f.filename]
+    frame = (outside or frames)[-1] if frames else None
+    if frame is None:
+        return "unknown"
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
+
+
+def _release_cached_blocks() -> None:
+    # blocks of other sizes than the next plan asks for
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

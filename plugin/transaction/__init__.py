@@ -1,0 +1,8 @@
+"""Undoes a failed attempt at a step: gradients, generators, buffers, module state, the batch."""
+
+from rematic.transaction.gradients import GradientContributions as GradientContributions
+from rematic.transaction.gradients import RestoreError as RestoreError
+from rematic.transaction.module_snapshot import ChangingState as ChangingState
+from rematic.transaction.module_snapshot import ModuleSnapshot as ModuleSnapshot
+from rematic.transaction.release import release_attempt as release_attempt
+from rematic.transaction.step_transaction import StepTransaction as StepTransaction

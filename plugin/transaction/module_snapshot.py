@@ -1,0 +1,188 @@
+"""What modules hold before a step, so that a failed attempt at it leaves nothing behind.
+
+Taken for every step that can be repeated, so it costs a few microseconds per module: attributes by
+reference, containers and small tensors as copies. Large buffers and objects of classes of their
+author's own are copied only where a finished step has shown that they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematic.activations.kept_values import (
+    CLONED_BUFFER_BYTES,
+    CONTAINERS,
+    ObjectState,
+    copied,
+    is_plain_object,
+)
+from rematic.activations.module_state import version_of
+from rematic.transaction.gradients import RestoreError
+
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+"""Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
+_DICTIONARIES = ("_parameters", "_buffers", "_modules")
+_STATISTICS = frozenset({"running_mean", "running_var"})
+"""Buffers that kernels change without raising their in-place counter."""
+
+
+@dataclass(kw_only=True)
+class ChangingState:
+    """What the steps of a model were seen to change, beyond what is always copied."""
+
+    is_known: bool = False
+    """Whether a step has finished and shown it."""
+    names: set[str] = field(default_factory=set)
+    """Objects and large buffers: position of the module in the walk and name."""
+
+
+@dataclass(slots=True)
+class _TensorState:
+    """A buffer or tensor attribute: its copy, or its in-place counter alone."""
+
+    tensor: torch.Tensor
+    name: str
+    version: int
+    clone: torch.Tensor | None
+
+    def is_changed(self) -> bool:
+        return self.clone is None and version_of(self.tensor) != self.version
+
+
+class ModuleSnapshot:
+    """The state of modules at one moment.
+
+    Args:
+        modules: The modules, each by itself: children are not looked for.
+        changing: What steps of these modules change; learned from and added to by `learn`.
+        skipped: Names of attributes that belong to somebody else.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        changing: ChangingState,
+        *,
+        skipped: frozenset[str] = frozenset(),
+    ) -> None:
+        self._changing = changing
+        self._skipped = skipped
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._dictionaries: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[_TensorState] = []
+        self._objects: list[ObjectState] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        seen: set[int] = set()
+        for i, module in enumerate(modules):
+            self._read(module, i, seen)
+
+    def _read(self, module: nn.Module, position: int, seen: set[int]) -> None:
+        values = module.__dict__
+        self._attributes.append((values, values.copy()))
+        for key in _DICTIONARIES:
+            held = values[key]
+            if held:
+                self._dictionaries.append((held, held.copy()))
+        for name, buffer in values["_buffers"].items():
+            if buffer is not None:
+                self._read_tensor(buffer, name, position)
+        for name, value in values.items():
+            kind = type(value)
+            if kind in _PLAIN or name in _OF_EVERY_MODULE or name in self._skipped:
+                continue
+            if kind in CONTAINERS:
+                self._containers.append((value, copied(value)))
+            elif isinstance(value, torch.Tensor):
+                self._read_tensor(value, name, position)
+            elif isinstance(value, torch.Generator):
+                self._generators.append((value, value.get_state()))
+            elif self._may_change(name, position) and id(value) not in seen:
+                seen.add(id(value))
+                if is_plain_object(value):
+                    key = f"{position} {name}"
+                    self._objects.append(ObjectState.read(values, name, key))
+
+    def _read_tensor(self, tensor: torch.Tensor, name: str, position: int) -> None:
+        if tensor.requires_grad:
+            return  # computed: a new one stands there after a step, and the old one is put back
+        small = tensor.numel() * tensor.element_size() <= CLONED_BUFFER_BYTES
+        key = f"{position} {name}"
+        cloned = small or name in _STATISTICS or key in self._changing.names
+        clone = tensor.detach().clone() if cloned else None
+        self._tensors.append(_TensorState(tensor, key, version_of(tensor), clone))
+
+    def _may_change(self, name: str, position: int) -> bool:
+        return not self._changing.is_known or f"{position} {name}" in self._changing.names
+
+    def learn(self) -> None:
+        """Takes note of what a finished step has changed."""
+        self._changing.names |= {s.name for s in self._tensors if s.is_changed()}
+        if not self._changing.is_known:
+            self._changing.names |= {o.full_name for o in self._objects if o.changed()}
+            self._changing.is_known = True
+
+    def check(self) -> None:
+        """Refuses what cannot be put back.
+
+        Raises:
+            RestoreError: If a large tensor was changed of which there is no copy.
+        """
+        changed = [state.name.split(" ")[1] for state in self._tensors if state.is_changed()]
+        if changed:
+            # the next step has a copy of it
+            self.learn()
+            raise RestoreError(
+                f"buffer {changed[0]!r}, of which no copy was taken since no step had changed it "
+                "before, was changed in place."
+            )
+
+    def restore(self) -> None:
+        """Makes the modules hold what they held; values are put back, not copies of them."""
+        for present, before in self._attributes:
+            _restore_attributes(present, before, self._skipped)
+        for present, before in self._dictionaries:
+            _replace_if_changed(present, before)
+        for container, contents in self._containers:
+            _refill(container, contents)
+        for held in self._objects:
+            if held.changed():
+                held.restore()
+        for state in self._tensors:
+            if state.clone is not None:
+                # .data: the version must not rise, or an earlier graph over this buffer breaks
+                state.tensor.data.copy_(state.clone)
+        for generator, generator_state in self._generators:
+            generator.set_state(generator_state)
+
+
+def _restore_attributes(
+    present: dict[str, Any], before: dict[str, Any], skipped: frozenset[str]
+) -> None:
+    for name in [n for n in present if n not in before and n not in skipped]:
+        del present[name]
+    for name, value in before.items():
+        if name not in skipped and present.get(name, present) is not value:
+            present[name] = value
+
+
+def _replace_if_changed(present: dict[str, Any], before: dict[str, Any]) -> None:
+    same = list(present) == list(before) and all(present[k] is v for k, v in before.items())
+    if not same:
+        present.clear()
+        present.update(before)
+
+
+def _refill(container: Any, contents: Any) -> None:  # noqa: ANN401 - a type of CONTAINERS
+    fresh = copied(contents)
+    container.clear()
+    if hasattr(container, "extend"):
+        container.extend(fresh)
+    else:
+        container.update(fresh)

@@ -1,0 +1,204 @@
+"""One micro-batch that can be undone and run again: all that an attempt at it may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematic.activations.host_generators import HOST_GENERATORS
+from rematic.activations.kept_values import CLONED_BUFFER_BYTES
+from rematic.activations.module_state import version_of
+from rematic.activations.nested import ContainerContents, iter_leaves
+from rematic.memory import is_out_of_memory
+from rematic.transaction.gradients import GradientContributions, RestoreError
+from rematic.transaction.module_snapshot import ChangingState, ModuleSnapshot
+
+_TRIES = 4
+
+
+class StepTransaction:
+    """The state before a micro-batch, to be put back after an attempt that failed.
+
+    It covers gradients, generators (of torch and of its devices, those that modules or the batch
+    hold, Python's and NumPy's), buffers, attributes and containers of modules, and the batch.
+
+    Args:
+        model: The model.
+        batch: What the step is given; containers inside it are put back in place.
+        changing: What steps were seen to change; one for all steps of a model.
+        others: Modules outside the model that a step changes, such as a host's metrics.
+        skipped: Names of attributes of modules that belong to a host.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: object = None,
+        *,
+        changing: ChangingState | None = None,
+        others: Iterable[nn.Module] = (),
+        skipped: frozenset[str] = frozenset(),
+    ) -> None:
+        parameters = list(model.parameters())
+        self._changing = ChangingState() if changing is None else changing
+        self._modules = [*model.modules(), *others]
+        self._skipped = skipped
+        self._generators = _generator_states(parameters, batch)
+        self._contents = ContainerContents([batch])
+        self._batch = [_BatchTensor(tensor) for tensor in iter_leaves(batch)]
+        self._versions = [(parameter, version_of(parameter)) for parameter in parameters]
+        self._snapshot = self._read_modules()
+        leaves = [b.tensor for b in self._batch if b.tensor.is_leaf and b.tensor.requires_grad]
+        self.gradients = GradientContributions(_each_once([*parameters, *leaves]))
+
+    def read_modules_again(self) -> None:
+        """Takes the present state of the modules for that before the step.
+
+        (A wrapper may have changed buffers before forward: data-parallel ranks take those of the
+        first one.)
+        """
+        self._snapshot = self._read_modules()
+
+    def check(self, *, in_parts: bool = False) -> None:
+        """Refuses what cannot be undone, before anything is.
+
+        Args:
+            in_parts: Whether the next attempt has the batch in parts.
+
+        Raises:
+            RestoreError: If parameters, large buffers or the batch were changed in place, or
+                gradients by something other than backward.
+        """
+        changed = [p for p, version in self._versions if version_of(p) != version]
+        if changed:
+            raise RestoreError(
+                f"{len(changed)} parameters (the first of shape {tuple(changed[0].shape)}) were "
+                "changed inside the step, by an optimizer that steps in it or a weight that "
+                "forward changes. Step the optimizer after the step, not inside it."
+            )
+        self.gradients.check()
+        if in_parts:
+            self.gradients.check_parts()
+        for tensor in self._batch:
+            tensor.check()
+        self._snapshot.check()
+
+    def undo(self) -> None:
+        """Makes everything ready for the next attempt."""
+        self.gradients.undo()
+        self._put_back()
+
+    def undo_for_parts(self) -> None:
+        """Makes everything ready for an attempt with the batch in parts."""
+        self.undo()
+        self.gradients.expect_parts()
+
+    def give_up(self) -> int:
+        """Puts everything back for good.
+
+        Returns:
+            The number of parameters whose gradient from earlier micro-batches holds a part of this
+            one, which nothing can take out again.
+        """
+        num_torn = len(self.gradients.restore())
+        self._put_back()
+        return num_torn
+
+    def commit(self) -> None:
+        """Ends a step that went well, and learns what it changed."""
+        self._snapshot.learn()
+        self.gradients.close()
+
+    def close(self) -> None:
+        """Ends the step in any other way; safe to call twice."""
+        self.gradients.close()
+
+    def _read_modules(self) -> ModuleSnapshot:
+        return ModuleSnapshot(self._modules, self._changing, skipped=self._skipped)
+
+    def _put_back(self) -> None:
+        # Copies into tensors that are there allocate nothing, unless on the way something else does
+        # (a mode of the user's, say). Done again, it does the same.
+        for _ in range(_TRIES - 1):
+            try:
+                return self._put_back_once()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+        self._put_back_once()
+
+    def _put_back_once(self) -> None:
+        self._snapshot.restore()
+        self._contents.restore()
+        for tensor in self._batch:
+            tensor.restore()
+        for generator, state in self._generators:
+            generator.set_state(state)
+        torch.clear_autocast_cache()  # weights that the attempt cast, with their graph
+
+
+class _BatchTensor:
+    """A tensor of the batch: a copy where it is small, its in-place counter where it is not."""
+
+    __slots__ = ("_clone", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        small = tensor.numel() * tensor.element_size() <= CLONED_BUFFER_BYTES
+        copy = small and not tensor.requires_grad and not tensor.is_nested
+        self.tensor = tensor
+        self._clone = tensor.clone() if copy else None
+        self._version = version_of(tensor)
+
+    @property
+    def _is_changed(self) -> bool:
+        return version_of(self.tensor) != self._version
+
+    def check(self) -> None:
+        if self._is_changed and self._clone is None:
+            raise RestoreError(
+                f"a tensor of the batch of shape {tuple(self.tensor.shape)} was changed in place. "
+                "Clone it inside the step before changing it."
+            )
+
+    def restore(self) -> None:
+        if self._is_changed and self._clone is not None:
+            self.tensor.data.copy_(self._clone)
+
+
+class _TorchGenerator:
+    """The default generator of the CPU or of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # torch itself, torch.cuda, torch.xpu, ...: modules without a common type
+        self._module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+        self._where = () if device.type == "cpu" else (device,)
+
+    def get_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._module.get_rng_state(*self._where)
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state, *self._where)
+
+
+def _generator_states(parameters: Sequence[torch.Tensor], batch: object) -> list[tuple[Any, Any]]:
+    devices = {parameter.device for parameter in parameters} | {torch.device("cpu")}
+    found: list[Any] = [
+        _TorchGenerator(device)
+        for device in sorted(devices, key=str)
+        if device.type == "cpu" or _has_generator(device)
+    ]
+    found += [*iter_leaves(batch, leaf=torch.Generator), *HOST_GENERATORS]
+    return [(generator, generator.get_state()) for generator in found]
+
+
+def _has_generator(device: torch.device) -> bool:
+    return device.type != "meta" and hasattr(torch.get_device_module(device), "get_rng_state")
+
+
+def _each_once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,0 +1,140 @@
+"""Modules after a failed attempt are as before it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from rematic.transaction import ChangingState, ModuleSnapshot, RestoreError
+
+LARGE = (1 << 16) // 4 + 1
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.count, self.items = 0, [1]
+
+
+class Peculiar(nn.Module):
+    """State of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("small", torch.zeros(3))
+        self.register_buffer("large", torch.zeros(LARGE))
+        self.register_buffer("none", None)
+        self.weight = nn.Parameter(torch.ones(2))
+        self.norm = nn.BatchNorm1d(2)
+        self.number, self.text, self.flag = 1, "a", None
+        self.items, self.counter = [1, [2]], collections.Counter(a=1)
+        self.table = {"x": {"y": 1}}
+        self.tensor = torch.zeros(2)
+        self.thing = Thing()
+        self.generator = torch.Generator().manual_seed(4)
+
+
+def _state(module: Peculiar) -> dict[str, object]:
+    return {
+        "buffers": {name: b.tolist() for name, b in module.named_buffers()},
+        "names": sorted(vars(module)),
+        "plain": (module.number, module.text, module.flag, module.training, module.norm.training),
+        "items": repr((module.items, module.counter, module.table)),
+        "tensor": module.tensor.tolist(),
+        "thing": (module.thing.count, list(module.thing.items)),
+        "generator": module.generator.get_state().tolist(),
+        "parameters": [id(p) for p in module.parameters()],
+        "children": [id(m) for m in module.children()],
+    }
+
+
+def _new_attribute(m: Peculiar) -> None:
+    m.added = torch.ones(1)
+
+
+def _replaced(m: Peculiar) -> None:
+    m.small, m.tensor, m.weight = torch.ones(3), torch.ones(2), nn.Parameter(torch.zeros(2))
+    m.items, m.table = [], {}
+
+
+def _in_place(m: Peculiar) -> None:
+    m.small.add_(1)
+    m.tensor.add_(1)
+    m.items.append(m.items[1].append(5))
+    m.table["x"]["y"] = 7
+    m.counter.update("ab")
+
+
+def _numbers(m: Peculiar) -> None:
+    m.number, m.text, m.flag = 2, "b", 3
+    m.eval()
+
+
+def _statistics(m: Peculiar) -> None:
+    m.norm(torch.randn(5, 2))
+
+
+def _object(m: Peculiar) -> None:
+    m.thing.count += 1
+    m.thing.items.append(2)
+
+
+def _draw(m: Peculiar) -> None:
+    torch.rand(2, generator=m.generator)
+
+
+def _child(m: Peculiar) -> None:
+    m.norm = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_new_attribute, _replaced, _in_place, _numbers, _statistics, _object, _draw, _child],
+)
+def test_whatever_an_attempt_changes_is_put_back(change: Callable[[Peculiar], None]) -> None:
+    module = Peculiar()
+    snapshot = ModuleSnapshot(module.modules(), ChangingState())
+    before = _state(module)
+    held = module.items
+    for _ in range(2):  # as often as attempts fail
+        change(module)
+        snapshot.check()
+        snapshot.restore()
+        assert _state(module) == before
+        assert module.items is held
+
+
+def test_a_large_buffer_is_copied_once_a_step_has_shown_that_it_changes() -> None:
+    module, changing = Peculiar(), ChangingState()
+    first = ModuleSnapshot(module.modules(), changing)
+    module.large.add_(1)
+    with pytest.raises(RestoreError, match="buffer 'large', of which no copy was taken"):
+        first.check()
+    second = ModuleSnapshot(module.modules(), changing)
+    module.large.add_(1)
+    second.check()
+    second.restore()
+    assert module.large.eq(1).all()
+
+
+def test_objects_are_copied_in_the_first_step_and_where_they_change() -> None:
+    module, changing = Peculiar(), ChangingState()
+    first = ModuleSnapshot(module.modules(), changing)
+    module.thing.count += 1
+    first.learn()
+    second = ModuleSnapshot(module.modules(), changing)
+    module.thing.count += 1
+    second.restore()
+    assert module.thing.count == 1
+
+
+def test_attributes_of_a_host_are_left_alone() -> None:
+    module = Peculiar()
+    snapshot = ModuleSnapshot([module], ChangingState(), skipped=frozenset({"text", "new"}))
+    module.text, module.number = "b", 2
+    module.new = 1
+    snapshot.restore()
+    assert (module.text, module.number, module.new) == ("b", 1, 1)
