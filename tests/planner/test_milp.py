@@ -1,8 +1,8 @@
 import pytest
 
+from benchmarks.planner_problems import budgets, stack
 from rematic.planner import best_of_all, peak_of, seconds_of, solve
 from rematic.planner.milp import solve_exactly
-from tests.planner.problems import budgets, stack
 
 pytest.importorskip("scipy", reason="the oracle needs the extra planner-oracle")
 

@@ -1,5 +1,6 @@
+from benchmarks.planner_problems import stack
 from rematic.planner.quanta import hull, quantum_bytes
-from tests.planner.problems import option, stack
+from tests.planner.problems import option
 
 
 def test_a_quantum_divides_what_the_most_common_class_keeps():

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner_problems import budgets, stack
 from rematic.planner import Problem, best_of_all, peak_of, seconds_of, solve
 from rematic.policy import Keep, Offload, Recompute, RecomputeOffload
-from tests.planner.problems import budgets, option, small_problems, stack
+from tests.planner.problems import option, small_problems
 
 # A fixed seed: what the suite finds today it finds tomorrow.
 properties = settings(max_examples=60, deadline=None, derandomize=True, database=None)
