@@ -41,6 +41,15 @@ class Pace:
     moved_bytes_per_second: float
     """Speed at which tensors move away, and come back."""
 
+    overlaps_host: bool = False
+    """Whether ops run while the host prepares the next: then the slower of the two counts."""
+
+    def with_host(self, device_seconds: float, host_seconds: float) -> float:
+        """Returns the time of ops and of the host together."""
+        if self.overlaps_host:
+            return max(device_seconds, host_seconds)
+        return device_seconds + host_seconds
+
 
 def problem_of(costs: StepCosts, pace: Pace, *, allowed: Collection[str] = LOSSLESS) -> Problem:
     """Returns the problem of a step: every unit with the options of its class.
@@ -86,7 +95,9 @@ def options_of(
         sets = choose_sets(best_op_sets(unit.ops, seconds), limit=MAX_OP_SETS)
         options += [
             selective_option(
-                unit, op_set, seconds=replay - op_set.saved_seconds + pace.selective_seconds
+                unit,
+                op_set,
+                seconds=pace.with_host(replay - op_set.saved_seconds, pace.selective_seconds),
             )
             for op_set in sets
             if op_set.ops
@@ -143,7 +154,7 @@ def _forward_peak(ops: Sequence[OpCost], kept: set[int]) -> int:
 def _option(action: Action, measured: ActionBytes, *, replay: float, pace: Pace) -> Option:
     seconds = 2 * measured.moved / pace.moved_bytes_per_second if measured.moved else 0.0
     if isinstance(action, (Recompute, RecomputeOffload)):
-        seconds += replay + pace.replay_seconds
+        seconds += pace.with_host(replay, pace.replay_seconds)
     return Option(
         action=action,
         kept_bytes=measured.kept,
