@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.notices import Notice
 from rematic.activations.record import Holder, Record
 from rematic.activations.replay import replay
@@ -54,6 +55,9 @@ class Verdict:
 
     hooks_act: bool
     """Whether hooks that return nothing must run in replays all the same."""
+
+    hidden: HiddenStash | None = None
+    """What their graphs hold unseen, None where that was not measured."""
 
 
 class Ledger:
@@ -131,6 +135,18 @@ class Ledger:
                 self._fill(record)
             return record.read(holder)
 
+    def begin_replay(self, record: Record) -> None:
+        """Counts a replay in backward of a record that has no holders to ask for it."""
+        if record.serial != self._active_serial:
+            self._come_to(record)
+        self.counts.replays[record.name] += 1
+
+    def wanted_after(self, error: RuntimeError) -> int | None:
+        """Returns the bytes to evict before what failed is tried again, None if that is no use."""
+        if is_out_of_memory(error) and self._in_order(spare_active=True):
+            return requested_bytes(error)
+        return None
+
     def _come_to(self, record: Record) -> None:
         self._active_serial = record.serial
         if self.at_backward is not None:
@@ -152,10 +168,11 @@ class Ledger:
             except RuntimeError as error:
                 if record.cache is not None:
                     wanted = 0  # its results are used up in part: compute everything again
-                elif is_out_of_memory(error) and self._in_order(spare_active=True):
-                    wanted = requested_bytes(error)
                 else:
-                    raise
+                    asked = self.wanted_after(error)
+                    if asked is None:
+                        raise
+                    wanted = asked
             record.cache = None
             # outside `except`, so that the failed replay is freed before the next one
             self.evict(wanted, spare_active=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -115,7 +116,7 @@ def replay(record: Record) -> None:
         ReplayError: If the replay saves other tensors than forward did, or an input or parameter
             was changed in place in between.
     """
-    _refuse_changed_inputs(record)
+    refuse_changed_inputs(record)
     refill = _Refill(record)
     if not refill.missing:
         return
@@ -164,22 +165,42 @@ def run_again(
     Raises:
         EveryHolderFilled: As `pack` raised it.
     """
-    record.busy = True
     outer = getattr(_state, "pack", None)
-    _state.depth, _state.pack = getattr(_state, "depth", 0) + 1, pack
+    _state.pack = pack
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, _as_packed)
     try:
-        args, kwargs = record.arguments.rebuild()
+        with as_in_forward(record, cached=cached) as (args, kwargs), hooks:
+            record.forward(*args, **kwargs)
+    finally:
+        _state.pack = outer
+
+
+@contextlib.contextmanager
+def as_in_forward(
+    record: Record, *, cached: bool
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Shows the body what the forward of a record saw, and restores everything after it.
+
+    Args:
+        record: The record.
+        cached: Whether results kept by `selective` are used (each can be used once).
+
+    Yields:
+        Arguments for the forward, fresh leaves of the graph that it makes.
+    """
+    record.busy = True
+    _state.depth = getattr(_state, "depth", 0) + 1
+    try:
         cache = record.cache.replaying() if cached and record.cache else contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
             stack.enter_context(applied(record.ambient))
             stack.enter_context(record.module_state.replayed())
             stack.enter_context(record.observers.silenced(record.module_state.inner_modules()))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _as_packed))
             stack.enter_context(cache)
-            record.forward(*args, **kwargs)
+            yield record.arguments.rebuild()
     finally:
-        _state.depth, _state.pack = _state.depth - 1, outer
+        _state.depth -= 1
         record.busy = False
 
 
@@ -196,7 +217,12 @@ def _fill(record: Record, refill: _Refill) -> None:
                 holder.version = version
 
 
-def _refuse_changed_inputs(record: Record) -> None:
+def refuse_changed_inputs(record: Record) -> None:
+    """Refuses a record whose inputs or parameters are not what they were.
+
+    Raises:
+        ReplayError: If one was changed in place since forward.
+    """
     positions = record.arguments.mutated_positions()
     if positions:
         raise ReplayError(

@@ -20,6 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
+from rematic.activations.graphless import Call, Parted, joined
+from rematic.activations.hidden_stash import HiddenStash, find_hidden_stash
 from rematic.activations.key_value_cache import without_empty_caches
 from rematic.activations.ledger import Ledger, Verdict
 from rematic.activations.module_state import ModuleState
@@ -70,6 +72,9 @@ class Unit:
         """Whether the user vouches that it can be replayed: it is not checked."""
         self.tiling: Tiling | None = None
         """Runs calls in slices (`tile`), None for whole calls."""
+        self.graphless = False
+        """Whether its graph keeps tensors unseen, so that records which do not start held do
+        without one."""
         self.routing: Routing | None = None
         """Its routers, whose decisions replays keep; None if it has none."""
         self._observers = Observers()
@@ -107,6 +112,9 @@ class Unit:
             record = self._open((args, kwargs), held=held, filled_cache=filled_cache)
             try:
                 output = self._attempt(record, args, kwargs)
+                if self.graphless and not record.held:
+                    output = Parted(output)  # in two steps: what is left of its graph is seen then
+                    output = self._joined(record, output, (args, kwargs))
             except RuntimeError as error:
                 if not self._can_run_again(error, record, held=held):
                     raise
@@ -126,6 +134,16 @@ class Unit:
             state.restore()
             restore_generators(ambient)
             given.restore()
+
+    def _joined(self, record: Record, parted: Parted, call: Call) -> Any:
+        if record.live_holders():
+            self.graphless = False
+            self.note_once(
+                "its graph is kept from the next call on, hidden tensors too: a tensor from inside "
+                "is held outside (a hook that collects?). Gradients of this call are right, but "
+                "summed in another order"
+            )
+        return joined(record, parted, call, self.ledger)
 
     def _can_run_again(self, error: RuntimeError, record: Record, *, held: bool) -> bool:
         return (
@@ -164,6 +182,9 @@ class Unit:
 
     def _cache(self) -> SelectiveCache | None:
         if self.selection is None or self.starts_held or self.selection.is_useless:
+            return None
+        if self.graphless:
+            self.note_once("it is recomputed whole, since its graph keeps what it does not save")
             return None
         return self.selection.open_cache()
 
@@ -222,7 +243,10 @@ class Unit:
             try:
                 reason = self._objection(record)
                 hooks_act = self._observers.num_silent < num_silent
-                verdicts[kind] = Verdict(objection=reason, hooks_act=hooks_act)
+                # decisions of routers are kept as leaves: a graph made again would end at them
+                measurable = reason is None and self.routing is None
+                hidden = find_hidden_stash(record) if measurable else None
+                verdicts[kind] = Verdict(objection=reason, hooks_act=hooks_act, hidden=hidden)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -230,8 +254,23 @@ class Unit:
         verdict = verdicts[kind]
         if verdict.hooks_act:
             self._observers.forget()
+        if verdict.hidden is not None and verdict.hidden.matters:
+            self._take_note_of(verdict.hidden)
         if verdict.objection is not None:
             self._pin(record, f"{verdict.objection}. If you know better, name it in `policy.trust`")
+
+    def _take_note_of(self, hidden: HiddenStash) -> None:
+        self.graphless = hidden.is_closed
+        figures = {"hidden": hidden.hidden_bytes, "declared": hidden.declared_bytes}
+        remedy = "it is recomputed without a graph"
+        if not hidden.is_closed:
+            remedy = "it cannot be let go, since gradients flow to tensors from elsewhere"
+        text = (
+            f"its graph holds {hidden.hidden_bytes:,} bytes that it does not save "
+            f"(and saves {hidden.declared_bytes:,}); where it does not start in memory {remedy}"
+        )
+        _log.info("unit %r: %s", self.name, text)
+        self.tell("hidden_stash", text, figures)
 
     def _objection(self, record: Record) -> str | None:
         reason = objection(record)
