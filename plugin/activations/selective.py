@@ -52,7 +52,7 @@ class OpSelection:
         name = func._schema.name
         if not any(self._means(op, name, before) for op in self._names):
             return False
-        return not (_is_random(func, args) or _changes_or_views(func))
+        return not (is_random(func, args) or _changes_or_views(func))
 
     def learn(self, *, num_needed: int, seen: Counter[str]) -> None:
         """Takes note, at the end of a forward, of the ops a replay needs and of those seen."""
@@ -142,7 +142,8 @@ class _Decider:
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_random(func: Any, args: tuple[Any, ...]) -> bool:
+def is_random(func: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether an op, with these arguments, draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for argument, value in zip(func._schema.arguments, args, strict=False):

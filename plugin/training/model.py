@@ -86,9 +86,14 @@ def build_model(model: ModelConfig, *, max_length: int, seed: int) -> nn.Module:
 
 def measure_model(model: ModelConfig, *, max_length: int) -> ModelSize:
     """The size of a recipe's model, found without allocating its weights."""
+    return size_of(build_empty_model(model, max_length=max_length))
+
+
+def build_empty_model(model: ModelConfig, *, max_length: int) -> nn.Module:
+    """The model of a recipe in training mode, on the device `meta`: shapes without weights."""
     config = build_config(model, max_length=max_length)
     with torch.device("meta"):
-        return size_of(_instantiate(model, config))
+        return _instantiate(model, config).train()
 
 
 def size_of(module: nn.Module) -> ModelSize:

@@ -1,0 +1,144 @@
+"""From traces of one action at the points of a grid to polynomials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from rematic.cost.event_log import Interval
+from rematic.cost.op_log import LoggedOp
+from rematic.cost.polynomial import Envelope, Grid, Polynomial
+from rematic.cost.profile import ActionProfile, OpProfile, SurroundingsProfile
+from rematic.cost.step_trace import AFTER, EMBEDDING, HEAD, StepTrace
+from rematic.planner import OpCost
+
+
+class PathDiffers(ValueError):
+    """The step took another path at another shape, so that its events cannot be compared."""
+
+
+class Fit:
+    """Traces of one action at all points of a grid.
+
+    Args:
+        grid: Where the step was traced.
+        traces: One for each point, in the order of `grid.points`.
+
+    Raises:
+        PathDiffers: If the ops of the traces are not the same.
+    """
+
+    def __init__(self, grid: Grid, traces: Sequence[StepTrace]) -> None:
+        self._grid = grid
+        self._traces = traces
+        self._known: dict[tuple[int, ...], Polynomial] = {}
+        self._names = [interval.name for interval in traces[0].intervals]
+        first = [interval.ops for interval in traces[0].intervals]
+        for trace, point in zip(traces, grid.points, strict=True):
+            names = [interval.name for interval in trace.intervals]
+            if names != self._names or [interval.ops for interval in trace.intervals] != first:
+                raise PathDiffers(
+                    f"a step of {point[0]} x {point[1]} tokens runs other ops than one of "
+                    f"{grid.points[0][0]} x {grid.points[0][1]}."
+                )
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether no event grows faster than with the length."""
+        for name in self._names:
+            self._rise(name)
+        return all(polynomial.degree <= 1 for polynomial in self._known.values())
+
+    def action(self, slot: int, *, reference: Fit) -> ActionProfile:
+        """Returns what the action costs in one slot.
+
+        Args:
+            slot: Which unit.
+            reference: The traces from which `around` is taken.
+        """
+        forward, backward = f"forward {slot}", f"backward {slot}"
+        kept = self._growth(forward)
+        if slot == 0:
+            # The caller's variables hold the first unit's input until the head is reached; if the
+            # action moved it, it is gone from then on. It counts as gone at once.
+            kept += self._growth(HEAD) - reference._growth(HEAD)
+        return ActionProfile(
+            kept=kept,
+            forward=self._rise(forward),
+            backward=self._rise(backward),
+            gradient=self._growth(backward) + kept,
+            moved=self._through([trace.moved_bytes[slot] for trace in self._traces]),
+        )
+
+    def around(self) -> SurroundingsProfile:
+        """Returns what happens outside the units."""
+        kept = self._growth(EMBEDDING)
+        return SurroundingsProfile(
+            embedding_forward=self._rise(EMBEDDING),
+            embedding_kept=kept,
+            head=self._rise(HEAD),
+            head_left=self._growth(HEAD),
+            embedding_backward=self._rise(AFTER),
+            embedding_gradient=self._growth(AFTER) + kept,
+        )
+
+    def batch_bytes(self) -> Polynomial:
+        """Returns the bytes of the batch."""
+        return self._through([trace.batch_bytes for trace in self._traces])
+
+    def around_ops(self) -> tuple[OpProfile, ...]:
+        """Returns the ops of a forward outside the units."""
+        logs = zip(*(trace.around_ops for trace in self._traces), strict=True)
+        return tuple(self._op(versions, versions[0]) for versions in logs)
+
+    def unit_ops(self, slot: int, *, kept: Fit) -> tuple[OpProfile, ...]:
+        """Returns the ops of a unit's forward, these being traces of `recompute`.
+
+        Args:
+            slot: Which unit.
+            kept: The traces of `keep`, which show what autograd saves.
+        """
+        stop = self._traces[0].num_replayed[slot]
+        logs = zip(*(trace.unit_ops[slot] for trace in self._traces), strict=True)
+        saved = (op.is_saved for op in kept._traces[0].unit_ops[slot])
+        return tuple(
+            self._op(versions, replace(versions[0], is_saved=is_saved), is_replayed=i < stop)
+            for i, (versions, is_saved) in enumerate(zip(logs, saved, strict=True))
+        )
+
+    def _op(
+        self, versions: Sequence[LoggedOp], model: LoggedOp, *, is_replayed: bool = True
+    ) -> OpProfile:
+        return OpProfile(
+            fixed=OpCost(**asdict(model), is_replayed=is_replayed),
+            result_bytes=self._through([op.result_bytes for op in versions]),
+            flops=self._through([op.flops for op in versions]),
+            touched_bytes=self._through([op.touched_bytes for op in versions]),
+        )
+
+    def _intervals(self, name: str) -> list[Interval]:
+        if name not in self._names:  # a first unit whose input needs no gradient ends the step
+            return []
+        position = self._names.index(name)
+        return [trace.intervals[position] for trace in self._traces]
+
+    def _growth(self, name: str) -> Polynomial:
+        intervals = self._intervals(name)
+        if not intervals:
+            return Polynomial.constant(0)
+        return self._through([interval.end_bytes - interval.start_bytes for interval in intervals])
+
+    def _rise(self, name: str) -> Envelope:
+        intervals = self._intervals(name)
+        starts = [interval.start_bytes for interval in intervals]
+        events = dict.fromkeys(zip(*(interval.live_bytes for interval in intervals), strict=True))
+        return Envelope.over(
+            self._through([live - start for live, start in zip(event, starts, strict=True)])
+            for event in events
+        )
+
+    def _through(self, values: Sequence[int]) -> Polynomial:
+        key = tuple(values)
+        if key not in self._known:
+            self._known[key] = self._grid.fit(key)
+        return self._known[key]

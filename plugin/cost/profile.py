@@ -1,0 +1,217 @@
+"""What a step costs, as polynomials in batch size and length: plain values, evaluated in no time.
+
+A profile is made by `trace_profile` and knows no torch. `costs_at` answers for one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rematic.cost.polynomial import Envelope, Polynomial
+from rematic.planner import ActionBytes, FixedBytes, OpCost, StepCosts, Surroundings, UnitCosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionProfile:
+    """The bytes of one action of one unit; the fields are those of `ActionBytes`."""
+
+    kept: Polynomial
+    forward: Envelope
+    backward: Envelope
+    gradient: Polynomial
+    moved: Polynomial
+
+    def at(self, batch: int, length: int, *, prefetches: bool) -> ActionBytes:
+        """Returns the bytes at one shape.
+
+        Args:
+            batch: Sequences.
+            length: Tokens of each.
+            prefetches: Whether what another unit moved away comes back during this one's backward.
+        """
+        moved = self.moved(batch, length)
+        return ActionBytes(
+            kept=self.kept(batch, length),
+            forward=self.forward(batch, length),
+            backward=self.backward(batch, length) + (moved if prefetches else 0),
+            gradient=self.gradient(batch, length),
+            moved=moved,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpProfile:
+    """One op; `fixed` holds what does not depend on the shape."""
+
+    fixed: OpCost
+    result_bytes: Polynomial
+    flops: Polynomial
+    touched_bytes: Polynomial
+
+    def at(self, batch: int, length: int) -> OpCost:
+        """Returns the op at one shape."""
+        return replace(
+            self.fixed,
+            result_bytes=self.result_bytes(batch, length),
+            flops=self.flops(batch, length),
+            touched_bytes=self.touched_bytes(batch, length),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitProfile:
+    """One slot: a unit that stands for all that cost the same."""
+
+    name: str
+    """As `UnitCosts.name`."""
+
+    actions: tuple[tuple[str, ActionProfile], ...]
+    """By action name."""
+
+    ops: tuple[OpProfile, ...]
+    """Of its forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurroundingsProfile:
+    """What happens outside the units; the fields are those of `Surroundings`."""
+
+    embedding_forward: Envelope
+    embedding_kept: Polynomial
+    head: Envelope
+    head_left: Polynomial
+    embedding_backward: Envelope
+    embedding_gradient: Polynomial
+
+    def at(self, batch: int, length: int, *, optimizer: int) -> Surroundings:
+        """Returns the bytes at one shape."""
+        return Surroundings(
+            embedding_forward=self.embedding_forward(batch, length),
+            embedding_kept=self.embedding_kept(batch, length),
+            head=self.head(batch, length),
+            head_left=self.head_left(batch, length),
+            embedding_backward=self.embedding_backward(batch, length),
+            embedding_gradient=self.embedding_gradient(batch, length),
+            optimizer=optimizer,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A range of shapes in which a step takes one path, padded or not."""
+
+    min_batch: int
+    """Smallest batch size. (One sequence alone is a case of its own: some of its views need a copy
+    where there are several.)"""
+
+    max_batch: int | None
+    """Largest batch size; None without an end."""
+
+    min_length: int
+    """First length in tokens."""
+
+    max_length: int | None
+    """Last length; None without an end."""
+
+    padded: bool
+    """Whether a mask hides some tokens."""
+
+    batch_bytes: Polynomial
+    """Bytes of the batch."""
+
+    around: SurroundingsProfile
+    """Outside the units."""
+
+    around_ops: tuple[OpProfile, ...]
+    """Ops of a forward outside the units."""
+
+    units: tuple[UnitProfile, ...]
+    """One for each slot."""
+
+    def holds(self, batch: int, length: int, *, padded: bool) -> bool:
+        """Returns whether a shape lies in it."""
+        return (
+            self.padded == padded
+            and self.min_batch <= batch <= (self.max_batch or batch)
+            and self.min_length <= length <= (self.max_length or length)
+        )
+
+    def __str__(self) -> str:
+        batches = _range(self.min_batch, self.max_batch)
+        lengths = _range(self.min_length, self.max_length)
+        return f"{batches} x {lengths}, {'padded' if self.padded else 'not padded'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """What a step of a model costs at every shape."""
+
+    pieces: tuple[Piece, ...]
+    """By rising length, for each kind of padding."""
+
+    fixed: FixedBytes
+    """What is live when a step starts, without the batch."""
+
+    optimizer_bytes: int
+    """How far the optimizer's step rises above weights, gradients and its state."""
+
+    unit_names: tuple[str, ...]
+    """Qualified names, in the order of the forward calls."""
+
+    unit_classes: tuple[int, ...]
+    """For each unit its slot."""
+
+    prefetches: bool
+    """Whether what was moved comes back while the unit after it is at work (accelerators)."""
+
+    def costs_at(self, *, batch: int, length: int, padded: bool = False) -> StepCosts:
+        """Returns the costs of a step of one shape.
+
+        Raises:
+            ValueError: If the shape is outside of what was traced.
+        """
+        piece = self._piece(batch, length, padded=padded)
+        return StepCosts(
+            batch=batch,
+            length=length,
+            padded=padded,
+            fixed=replace(self.fixed, other=self.fixed.other + piece.batch_bytes(batch, length)),
+            around=piece.around.at(batch, length, optimizer=self.optimizer_bytes),
+            around_ops=tuple(op.at(batch, length) for op in piece.around_ops),
+            classes=tuple(
+                UnitCosts(
+                    name=unit.name,
+                    actions=tuple(
+                        (name, action.at(batch, length, prefetches=self.prefetches))
+                        for name, action in unit.actions
+                    ),
+                    ops=tuple(op.at(batch, length) for op in unit.ops),
+                )
+                for unit in piece.units
+            ),
+            unit_classes=self.unit_classes,
+            unit_names=self.unit_names,
+        )
+
+    def _piece(self, batch: int, length: int, *, padded: bool) -> Piece:
+        for piece in self.pieces:
+            if piece.holds(batch, length, padded=padded):
+                return piece
+        raise ValueError(
+            f"the profile holds no batch of {batch} x {length} tokens that is "
+            f"{'padded' if padded else 'not padded'}: expected one of "
+            f"{'; '.join(map(str, self.pieces))}. Trace it for that."
+        )
+
+
+def _range(first: int, last: int | None) -> str:
+    return str(first) if first == last else f"{first} to {'any' if last is None else last}"
+
+
+def names_of_slots(classes: Sequence[str], positions: Sequence[int]) -> tuple[str, ...]:
+    """Returns a name for each slot: the class, with the unit's position where it is not alone."""
+    return tuple(
+        name if classes.count(name) == 1 else f"{name} (as unit {position})"
+        for name, position in zip(classes, positions, strict=True)
+    )

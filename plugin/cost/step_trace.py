@@ -1,0 +1,260 @@
+"""Runs one step of a fake model under given actions and writes down its live bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rematic.activations import Engine
+from rematic.activations.record import Record
+from rematic.activations.replay import replaying
+from rematic.batch_shape import default_batch_shape
+from rematic.cost.event_log import EventLog, Interval
+from rematic.cost.fake_model import fake_copy, shorten
+from rematic.cost.op_log import LoggedOp, OpLog
+from rematic.cost.real_path import on_real_path
+from rematic.cost.real_twins import RealTwins
+from rematic.cost.torch_private import FakeTensorMode
+from rematic.cost.traced_stash import TracedPlaces
+from rematic.policy import (
+    Action,
+    Compress,
+    Keep,
+    Offload,
+    Plan,
+    Recompute,
+    RecomputeOffload,
+    Selective,
+)
+
+Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+"""Runs the forward of a model on a batch and returns the loss."""
+
+EMBEDDING, HEAD, AFTER = "embedding", "head", "embedding backward"
+"""Names of the intervals outside units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """One step of one shape under one assignment of actions."""
+
+    intervals: tuple[Interval, ...]
+    """In order: embedding, forward of each unit, head, backward of each in reverse, the rest."""
+
+    unit_ops: tuple[tuple[LoggedOp, ...], ...]
+    """Ops of each unit's forward."""
+
+    num_replayed: tuple[int, ...]
+    """For each unit the number of ops that its replay ran, 0 without one."""
+
+    around_ops: tuple[LoggedOp, ...]
+    """Ops of the forward outside units."""
+
+    moved_bytes: tuple[int, ...]
+    """Bytes that each unit moved away."""
+
+    batch_bytes: int
+    """Bytes of the batch."""
+
+
+class TracedModel:
+    """A model of fake tensors whose steps can be run under any actions, at any shape.
+
+    Args:
+        model: The model, live or on the device `meta`; it is copied without its weights.
+        unit_names: Qualified names of all its units.
+        kept: Positions of the units to trace; the others are left out of the copy.
+        patterns: Patterns that name the units, as for `Engine`.
+        loss: Runs the forward and returns the loss.
+        autocast: What autocast computes in, None without it.
+        on_accelerator: Whether what was moved takes memory when it comes back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        unit_names: Sequence[str],
+        kept: Sequence[int],
+        *,
+        patterns: Sequence[str] = (),
+        loss: Loss,
+        autocast: torch.dtype | None = None,
+        on_accelerator: bool = True,
+    ) -> None:
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._twins = RealTwins(self._fake_mode)
+        self.model = fake_copy(model, self._twins)
+        shorten(self.model, unit_names, kept)
+        self._loss = loss
+        self._autocast = autocast
+        self._places = TracedPlaces(takes_memory=on_accelerator)
+        self._engine = Engine(self.model, patterns, trust=["*"])
+        self.num_units = len(self._engine.units)
+        self._known: set[Action] = set()
+
+    def run(self, actions: Sequence[Action], batch: Batch, *, accumulates: bool) -> StepTrace:
+        """Traces one forward and backward.
+
+        Args:
+            actions: One for each unit that is traced.
+            batch: Real tensors on the CPU; of floating ones only the shape is used.
+            accumulates: Whether gradients of an earlier micro-batch are there already.
+        """
+        self._warm_up(actions, batch)
+        self._places.set_tokens(default_batch_shape(batch).tokens)
+        self._apply(actions)
+        parameters = list(self.model.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        with self._fake_mode, on_real_path():
+            fakes = {name: self._twins.fake(tensor) for name, tensor in batch.items()}
+            if accumulates:
+                for parameter in parameters:
+                    if parameter.requires_grad:
+                        parameter.grad = torch.empty_like(parameter)
+            recorder = _Recorder(self._engine, self._places)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            recorder.log.ignore([*parameters, *self.model.buffers(), *fakes.values(), *gradients])
+            with self._twins, recorder.log, recorder.watching():
+                loss = self._forward(fakes)
+                recorder.begin_backward()
+                loss.backward()  # type: ignore[no-untyped-call] # untyped in torch
+        return recorder.result(sum(tensor.nbytes for tensor in batch.values()))
+
+    def _warm_up(self, actions: Sequence[Action], batch: Batch) -> None:
+        """Lets units learn what they learn from a call, which later calls then do otherwise."""
+        new = {action for action in actions if isinstance(action, Selective)} - self._known
+        if new or not self._known:
+            self._known |= {*new, Keep()}
+            self.run(actions, batch, accumulates=False)
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        """Puts actions in force, with a place for what they move that holds nothing."""
+        self._engine.apply(Plan(actions=tuple(_without_moving(action) for action in actions)))
+        for unit, action in zip(self._engine.units, actions, strict=True):
+            unit.stash = self._places.of(action)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        if self._autocast is None:
+            return self._loss(self.model, batch)
+        with torch.autocast("cpu", dtype=self._autocast):
+            return self._loss(self.model, batch)
+
+
+class _Recorder:
+    """Cuts a step into intervals, and takes down the ops of the forward of each unit."""
+
+    def __init__(self, engine: Engine, places: TracedPlaces) -> None:
+        self.log = EventLog()
+        self._engine = engine
+        self._places = places
+        self._num_units = len(engine.units)
+        self._around = OpLog()
+        self._units: list[OpLog] = []
+        self._replayed = [0] * self._num_units
+        self._moved = [0] * self._num_units
+        self._running: OpLog | None = self._around
+        self._backward_of: int | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Cuts the step that runs in the body."""
+        self.log.observer = self._observe
+        self.log.on_death = self._note_death
+        self._engine.ledger.after_forward = self._after_forward
+        with ExitStack() as stack:
+            stack.callback(self._stop)
+            for unit in self._engine.units:
+                before = unit.module.register_forward_pre_hook(self._begin, with_kwargs=True)
+                after = unit.module.register_forward_hook(self._finish)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            self.log.cut(EMBEDDING)
+            yield
+            self.log.end()
+
+    def result(self, batch_bytes: int) -> StepTrace:
+        """Returns what was taken down.
+
+        Raises:
+            ValueError: If a unit was not called exactly once.
+        """
+        if len(self._units) != self._num_units:
+            raise ValueError(
+                f"a forward of the model called units {len(self._units)} times: expected each of "
+                f"the {self._num_units} once. Name the units in the recipe, so that a module that "
+                "is called several times is none."
+            )
+        return StepTrace(
+            intervals=tuple(self.log.intervals),
+            unit_ops=tuple(tuple(unit.ops) for unit in self._units),
+            num_replayed=tuple(self._replayed),
+            around_ops=tuple(self._around.ops),
+            moved_bytes=tuple(self._moved),
+            batch_bytes=batch_bytes,
+        )
+
+    def begin_backward(self) -> None:
+        """Takes note that forward has ended."""
+        self._running = None
+
+    def _stop(self) -> None:
+        self.log.observer = self.log.on_death = None
+        self._engine.ledger.after_forward = None
+
+    def _observe(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ANN401
+        if self._running is not None:
+            self._running.note(func, args, kwargs, output)
+        elif self._backward_of is not None and replaying() and not OpLog.is_silent(func):
+            self._replayed[self._backward_of] += 1
+
+    def _note_death(self, key: int) -> None:
+        if self._running is not None:
+            self._running.note_death(key)
+
+    def _after_forward(self, record: Record) -> None:
+        held = [h.tensor for h in record.live_holders() if h.tensor is not None]
+        self._units[-1].note_saved(held)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        if not self._units:
+            self.log.cut_at_next_op("forward 0")
+            inputs = [t for t in tree_leaves((args, kwargs)) if _is_differentiable(t)]
+            if inputs:
+                inputs[0].register_hook(lambda _: self._come_to(-1))
+        self._running = OpLog()
+        self._units.append(self._running)
+        self._places.moved_bytes = 0
+
+    def _finish(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
+        position = len(self._units) - 1
+        self._running = self._around
+        if position < self._num_units:
+            self._moved[position] = self._places.moved_bytes
+        outputs = [t for t in tree_leaves(output) if _is_differentiable(t)]
+        if outputs:
+            outputs[0].register_hook(lambda _: self._come_to(position))
+        is_last = position == self._num_units - 1
+        self.log.cut_at_next_op(HEAD if is_last else f"forward {position + 1}")
+
+    def _come_to(self, position: int) -> None:
+        self._running = None
+        self._backward_of = position if position >= 0 else None
+        self.log.cut(f"backward {position}" if position >= 0 else AFTER)
+
+
+def _without_moving(action: Action) -> Action:
+    if isinstance(action, (Offload, Compress)):
+        return Keep()
+    return Recompute() if isinstance(action, RecomputeOffload) else action
+
+
+def _is_differentiable(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -1,0 +1,116 @@
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rematic.cost import TraceSettings, language_model_batch, trace_profile
+from rematic.policy import Keep, Offload, Recompute, RecomputeOffload, Selective
+from tests.cost.measured import RealStep, predicted_peak
+
+K, S, R, X, O = Keep(), Selective(), Recompute(), RecomputeOffload(), Offload()  # noqa: E741
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=5,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=96,
+    use_cache=False,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG).train()
+
+
+def traced(model, **settings):
+    made = TraceSettings(make_batch=language_model_batch, on_accelerator=False, **settings)
+    return trace_profile(model, made)
+
+
+@pytest.fixture(scope="module")
+def profile(model):
+    return traced(model, actions=(K, S, R, X, O), batch=1, padded=(False,))
+
+
+def test_predicted_peaks_are_those_of_the_ledger(model, profile):
+    step = RealStep(model, language_model_batch(1, 24, False))
+    plans = {40: ([K] * 5, [R] * 5, [S] * 5, [R, K, S, R, K])}  # too short for tensors to move
+    plans[700] = (*plans[40], [X] * 5, [O] * 5, [K, O, X, S, R], [R, S, X, O, K])
+    for length in plans:
+        costs = profile.costs_at(batch=1, length=length)
+        batch = language_model_batch(1, length, False)
+        for actions in plans[length]:
+            peak = predicted_peak(costs, actions)
+            assert peak.total - peak.fixed == step.peak_bytes(batch, actions), (length, actions)
+    step.engine.detach()
+
+
+def test_predicted_peaks_of_padded_batches_grow_with_the_square_of_the_length(model):
+    padded = traced(model, actions=(), batch=2, padded=(True,))
+    # an engine of its own: what a selective replay needs is learned from the calls of a unit
+    step = RealStep(model, language_model_batch(2, 24, True))
+    for length in (40, 500):
+        costs = padded.costs_at(batch=2, length=length, padded=True)
+        batch = language_model_batch(2, length, True)
+        for actions in ([K] * 5, [R] * 5, [R, K, R, R, K]):
+            peak = predicted_peak(costs, actions)
+            assert peak.total - peak.fixed == step.peak_bytes(batch, actions), (length, actions)
+    step.engine.detach()
+    assert padded.pieces[0].around.embedding_kept.degree == 2
+
+
+def test_fixed_bytes_are_the_weights_and_the_batch(model, profile):
+    fixed = profile.costs_at(batch=1, length=100).fixed
+    held = [*model.parameters(), *model.buffers()]
+    assert fixed.weights == sum(tensor.nbytes for tensor in held)
+    assert (fixed.gradients, fixed.optimizer, fixed.other) == (0, 0, 2 * 8 * 100)
+
+
+def test_ops_tell_what_they_make_compute_and_whether_a_replay_comes_to_them(profile):
+    ops = profile.costs_at(batch=1, length=512).classes[1].ops
+    products = [op for op in ops if op.name == "aten::mm"]
+    assert [op.occurrence for op in products] == list(range(7))
+    query, gate, down = products[0], products[4], products[6]
+    assert query.result_bytes == 512 * 64 * 4
+    assert gate.flops == 2 * 512 * 64 * 176
+    assert not down.is_replayed  # the replay stops at the last saved tensor, before it
+    assert gate.is_saved
+    assert not query.is_saved
+    assert query.freed_after is not None
+    attention = next(op for op in ops if "dot_product" in op.name)
+    assert not attention.is_random  # it draws nothing without dropout
+    views = [op for op in ops if op.name == "aten::_unsafe_view"]
+    assert all(op.result_bytes == 0 and op.storage_of is not None for op in views)
+
+
+def test_nothing_of_a_traced_model_is_changed(model, profile):
+    assert all(parameter.grad is None for parameter in LlamaForCausalLM(CONFIG).parameters())
+    assert not [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+def test_a_profile_tells_which_shapes_it_holds(profile):
+    with pytest.raises(ValueError, match=r"no batch of 2 x 64 tokens .* one of 1 x 1 to any, not"):
+        profile.costs_at(batch=2, length=64)
+
+
+def test_a_unit_called_twice_is_refused():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+            self.layers = torch.nn.ModuleList(blocks)
+
+        def forward(self, x):
+            for layer in (*self.layers, *self.layers):
+                x = layer(x)
+            return x
+
+    settings = TraceSettings(
+        make_batch=lambda batch, length, _: {"x": torch.ones(batch, length, 4)},
+        loss=lambda model, batch: model(batch["x"]).sum(),
+    )
+    with pytest.raises(ValueError, match="called units 4 times: expected each of the 2 once"):
+        trace_profile(Twice(), settings)
