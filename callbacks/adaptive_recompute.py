@@ -108,6 +108,7 @@ class AdaptiveRecompute(Callback):
     ) -> None:
         """Does the same after an exception, when Lightning does not call `teardown`."""
         self._driver.abort(exception)
+        self._driver.explain(exception, trainer)
         self._detach()
 
     @override

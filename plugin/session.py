@@ -106,8 +106,9 @@ class Session:
         self._parameters = list(model.parameters())
         self._costs = Costs()
         self._changing = ChangingState()
-        self.at_stop: Callable[[StopReport], object] | None = None
-        """Called when a micro-batch is given up, before the error: hosts save a checkpoint."""
+        self.at_stop: Callable[[StopReport], str | None] | None = None
+        """Called when a micro-batch is given up, before the error; saves a checkpoint and returns
+        where it is."""
         self._step: OpenStep | None = None
         self._pending: list[_Change] = []
         self._at_boundary = True
@@ -195,6 +196,7 @@ class Session:
         *,
         others: Iterable[nn.Module] = (),
         skipped: frozenset[str] = frozenset(),
+        counts_gradients: bool = True,
         max_parts: int = 1,
     ) -> StepRecovery:
         """Makes the open step one that can be repeated; for hosts.
@@ -203,6 +205,7 @@ class Session:
             batch: What the step is given.
             others: Modules outside the model that the step changes, such as a host's metrics.
             skipped: Names of attributes of modules that belong to the host.
+            counts_gradients: As of `StepTransaction`.
             max_parts: Into how many parts the batch may be split.
         """
         return begin_recovery(
@@ -212,6 +215,7 @@ class Session:
             changing=self._changing,
             others=others,
             skipped=skipped,
+            counts_gradients=counts_gradients,
         )
 
     def begin_step(self, batch: object = None, *, armed: bool = False) -> None:

@@ -121,10 +121,12 @@ class SessionStep:
             ),
         )
 
-    def give_up(self, report: StopReport) -> None:
-        """Ends the step for good: the journal gets the report, and a host saves a checkpoint."""
+    def give_up(self, report: StopReport) -> StopReport:
+        """Ends the step for good: a host saves a checkpoint, and the journal gets the report."""
         session = self._session
         step = session._close_step()
+        if session.at_stop is not None:
+            report = replace(report, checkpoint=session.at_stop(report))
         reason = report.obstacle or "every attempt that is allowed ran out of memory"
         self._session.settings.journal.write(
             {
@@ -137,8 +139,7 @@ class SessionStep:
                 **{k: v for k, v in report.to_plain().items() if k not in ("batch", "length")},
             }
         )
-        if session.at_stop is not None:
-            session.at_stop(report)
+        return report
 
     def torn(
         self, optimizer: torch.optim.Optimizer, changed: list[torch.Tensor], error: RuntimeError

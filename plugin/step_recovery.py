@@ -70,8 +70,8 @@ class RecoverableStep(Protocol):
     ) -> StopReport:
         """Returns why the step is given up."""
 
-    def give_up(self, report: StopReport) -> None:
-        """Ends the step for good."""
+    def give_up(self, report: StopReport) -> StopReport:
+        """Ends the step for good; returns the report with what was saved."""
 
     def in_use_bytes(self) -> int | None:
         """Returns the bytes in use, None if unknown."""
@@ -120,8 +120,12 @@ class StepRecovery:
         release_attempt(error, *losses)
         return failure
 
-    def answer(self, failure: Failure) -> Rung:
+    def answer(self, failure: Failure, *, obstacle: str | None = None) -> Rung:
         """Puts everything back and makes ready for another attempt.
+
+        Args:
+            failure: What `note` returned.
+            obstacle: Why a host cannot run the step again, None if it can.
 
         Returns:
             How the next attempt is to run.
@@ -143,7 +147,7 @@ class StepRecovery:
         if self._first is None:
             self._first = self._step.first_attempt()
             self._rungs = list(control.escalate(self._first))
-        obstacle = self._obstacle()
+        obstacle = self._obstacle() or obstacle
         if obstacle is not None or not self._rungs:
             self._stop(obstacle)
         return self._climb()
@@ -196,7 +200,7 @@ class StepRecovery:
             num_torn = self.transaction.give_up()
         self.close()
         report = self._step.stop_report(self._attempts, obstacle, num_torn)
-        self._step.give_up(report)
+        report = self._step.give_up(report)
         error = StepOutOfMemoryError(control.format_stop(report))
         error.report = report
         raise error
@@ -210,6 +214,7 @@ def begin_recovery(
     changing: ChangingState,
     others: Iterable[nn.Module] = (),
     skipped: frozenset[str] = frozenset(),
+    counts_gradients: bool = True,
 ) -> StepRecovery:
     """Takes down what a micro-batch can change, evicting if there is no room for that.
 
@@ -220,12 +225,19 @@ def begin_recovery(
         changing: What steps were seen to change.
         others: Modules outside the model that the step changes, such as a host's metrics.
         skipped: Names of attributes of modules that belong to a host.
+        counts_gradients: As of `StepTransaction`.
 
     Raises:
         StepOutOfMemoryError: If there is no room even so.
     """
     make = functools.partial(
-        StepTransaction, model, batch, changing=changing, others=others, skipped=skipped
+        StepTransaction,
+        model,
+        batch,
+        changing=changing,
+        others=others,
+        skipped=skipped,
+        counts_gradients=counts_gradients,
     )
     for _ in range(2):
         try:

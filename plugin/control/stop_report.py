@@ -55,6 +55,9 @@ class StopReport:
     num_torn_gradients: int = 0
     """Gradients of earlier micro-batches that hold a part of this one."""
 
+    checkpoint: str | None = None
+    """Where the training was saved before it stopped, None for nowhere."""
+
     advice: tuple[str, ...] = ()
     """What to change."""
 
@@ -106,6 +109,8 @@ def format_stop(report: StopReport) -> str:
         )
     if report.largest_length:
         parts.append(f"Sequences of up to {report.largest_length} tokens are expected to fit.")
+    if report.checkpoint is not None:
+        parts.append(f"The training was saved to {report.checkpoint}.")
     return " ".join([*parts, *report.advice])
 
 

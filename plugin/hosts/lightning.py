@@ -150,6 +150,8 @@ class RecomputeStrategy(SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Ends a step that an exception outside of it interrupted."""
         self._driver.abort(exception)
+        if self.lightning_module is not None:
+            self._driver.explain(exception, self.lightning_module.trainer)
         super().on_exception(exception)
 
     @override

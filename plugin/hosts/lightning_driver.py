@@ -14,14 +14,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from rematic.activations import replaying
 from rematic.attachment import attach
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.hosts.instance_method import InstanceMethod
+from rematic.hosts.lightning_recovery import (
+    LightningRecovery,
+    advise_on_evaluation,
+    save_emergency_checkpoint,
+)
 from rematic.journal import EventSink
-from rematic.memory import HostProbe, Probe
+from rematic.memory import HostProbe, Probe, is_out_of_memory
 from rematic.memory.storages import storages_of
 from rematic.policy import Policy
 from rematic.recipes import Recipe
@@ -63,6 +69,7 @@ class LightningDriver:
         self._log: InstanceMethod | None = None
         self._covered: list[torch.optim.Optimizer] = []
         self._is_open = False
+        self._recovery: LightningRecovery | None = None
         self._restored: Mapping[str, Any] | None = None
         self._checkpoint_bytes = 0
 
@@ -91,6 +98,7 @@ class LightningDriver:
             # The loaded checkpoint is in memory and soon will not be: no overhead of the process.
             overhead_bytes = session.probe.overhead_bytes - self._checkpoint_bytes
             session.probe.overhead_bytes = max(0, overhead_bytes)
+        session.at_stop = functools.partial(save_emergency_checkpoint, module.trainer)
         self.session = session
         self._module = module
         self._log = InstanceMethod(module, "log", _log_once)
@@ -114,6 +122,9 @@ class LightningDriver:
     ) -> Any:  # noqa: ANN401 - what a training step returns is up to its author
         """Runs a training step: forward and loss, and in manual optimization all there is.
 
+        If memory runs out it runs again, under a heavier plan and with all that it changed put
+        back.
+
         Args:
             step: The strategy's `training_step`.
             args: Its arguments, the batch first.
@@ -126,7 +137,8 @@ class LightningDriver:
         self.session.begin_step(args[0] if args else kwargs.get("batch"))
         self._is_open = True
         try:
-            output = step(*args, **kwargs)
+            self._recovery = LightningRecovery(self.session, self._module, step, args, kwargs)
+            output = self._recovery.forward()
         except BaseException as error:
             self.abort(error)
             raise
@@ -147,16 +159,26 @@ class LightningDriver:
         """
         if not self._is_open or self._module is None or not self._module.automatic_optimization:
             return backward(*args, **kwargs)
+        assert self._recovery is not None
         try:
-            loss = backward(*args, **kwargs)
+            with self._recovery.guarding(self._precision_plugin(), args[0]):
+                loss = backward(*args, **kwargs)
         except BaseException as error:
             self.abort(error)
             raise
         self._end()
         return loss
 
+    def explain(self, error: BaseException, trainer: pl.Trainer) -> None:
+        """Says what helps where the error is one that no training policy can answer."""
+        if is_out_of_memory(error):
+            advise_on_evaluation(trainer)
+
     def abort(self, error: BaseException) -> None:
         """Ends a step that something interrupted."""
+        if self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None
         if self._is_open and self.session is not None:
             self._is_open = False
             self.session.abort_step(error)
@@ -193,8 +215,16 @@ class LightningDriver:
 
     def _end(self) -> None:
         assert self.session is not None
+        assert self._recovery is not None
         self._is_open = False
+        self._recovery.commit()
+        self._recovery = None
         self.session.end_step()
+
+    def _precision_plugin(self) -> Precision:
+        assert self._module is not None
+        plugin: Precision = self._module.trainer.precision_plugin
+        return plugin
 
 
 def _host_bytes(checkpoint: Mapping[str, Any]) -> int:

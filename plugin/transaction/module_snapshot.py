@@ -22,6 +22,7 @@ from rematic.activations.kept_values import (
     is_plain_object,
 )
 from rematic.activations.module_state import version_of
+from rematic.activations.nested import iter_leaves
 from rematic.transaction.gradients import RestoreError
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
@@ -79,6 +80,7 @@ class ModuleSnapshot:
         self._tensors: list[_TensorState] = []
         self._objects: list[ObjectState] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._left_out: set[tuple[int, str]] = set()
         seen: set[int] = set()
         for i, module in enumerate(modules):
             self._read(module, i, seen)
@@ -121,6 +123,14 @@ class ModuleSnapshot:
     def _may_change(self, name: str, position: int) -> bool:
         return not self._changing.is_known or f"{position} {name}" in self._changing.names
 
+    def leave_graphs(self) -> None:
+        """Leaves out what a graph hangs on: it is as somebody else puts it, not as it was."""
+        for part, (present, before) in enumerate(self._attributes):
+            kept = {name: value for name, value in before.items() if not _has_graph(value)}
+            self._attributes[part] = (present, kept)
+            self._left_out |= {(part, name) for name in before.keys() - kept.keys()}
+        self._containers = [pair for pair in self._containers if not _has_graph(pair[1])]
+
     def learn(self) -> None:
         """Takes note of what a finished step has changed."""
         self._changing.names |= {s.name for s in self._tensors if s.is_changed()}
@@ -145,8 +155,9 @@ class ModuleSnapshot:
 
     def restore(self) -> None:
         """Makes the modules hold what they held; values are put back, not copies of them."""
-        for present, before in self._attributes:
-            _restore_attributes(present, before, self._skipped)
+        for part, (present, before) in enumerate(self._attributes):
+            left_out = {name for position, name in self._left_out if position == part}
+            _restore_attributes(present, before, self._skipped | left_out)
         for present, before in self._dictionaries:
             _replace_if_changed(present, before)
         for container, contents in self._containers:
@@ -160,6 +171,10 @@ class ModuleSnapshot:
                 state.tensor.data.copy_(state.clone)
         for generator, generator_state in self._generators:
             generator.set_state(generator_state)
+
+
+def _has_graph(value: Any) -> bool:  # noqa: ANN401 - what modules hold
+    return any(tensor.grad_fn is not None for tensor in iter_leaves(value))
 
 
 def _restore_attributes(

@@ -22,7 +22,7 @@ def release_attempt(error: BaseException, *losses: torch.Tensor | None) -> None:
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
     for loss in losses:
-        if loss is not None and loss.grad_fn is not None:
+        if loss is not None and loss.grad_fn is not None and not loss._is_view():
             loss.detach_()
 
 

@@ -31,6 +31,8 @@ class StepTransaction:
         changing: What steps were seen to change; one for all steps of a model.
         others: Modules outside the model that a step changes, such as a host's metrics.
         skipped: Names of attributes of modules that belong to a host.
+        counts_gradients: Whether contributions to gradients are counted from now on; otherwise from
+            `count_gradients` on, for hosts that clear gradients between forward and backward.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class StepTransaction:
         changing: ChangingState | None = None,
         others: Iterable[nn.Module] = (),
         skipped: frozenset[str] = frozenset(),
+        counts_gradients: bool = True,
     ) -> None:
         parameters = list(model.parameters())
         self._changing = ChangingState() if changing is None else changing
@@ -49,10 +52,24 @@ class StepTransaction:
         self._generators = _generator_states(parameters, batch)
         self._contents = ContainerContents([batch])
         self._batch = [_BatchTensor(tensor) for tensor in iter_leaves(batch)]
-        self._versions = [(parameter, version_of(parameter)) for parameter in parameters]
+        self._parameters = [(p, version_of(p), p.requires_grad) for p in parameters]
         self._snapshot = self._read_modules()
+        self.gradients = GradientContributions([])
+        if counts_gradients:
+            self.count_gradients()
+
+    def count_gradients(self) -> None:
+        """Takes the present gradients for those before the step."""
+        parameters = [parameter for parameter, _, _ in self._parameters]
         leaves = [b.tensor for b in self._batch if b.tensor.is_leaf and b.tensor.requires_grad]
+        self.gradients.close()
         self.gradients = GradientContributions(_each_once([*parameters, *leaves]))
+
+    def modules_now(self) -> ModuleSnapshot:
+        """Returns the present state of the modules, without what a graph hangs on."""
+        now = self._read_modules()
+        now.leave_graphs()
+        return now
 
     def read_modules_again(self) -> None:
         """Takes the present state of the modules for that before the step.
@@ -72,7 +89,7 @@ class StepTransaction:
             RestoreError: If parameters, large buffers or the batch were changed in place, or
                 gradients by something other than backward.
         """
-        changed = [p for p, version in self._versions if version_of(p) != version]
+        changed = [p for p, version, _ in self._parameters if version_of(p) != version]
         if changed:
             raise RestoreError(
                 f"{len(changed)} parameters (the first of shape {tuple(changed[0].shape)}) were "
@@ -132,6 +149,9 @@ class StepTransaction:
 
     def _put_back_once(self) -> None:
         self._snapshot.restore()
+        for parameter, _, requires_grad in self._parameters:
+            if parameter.requires_grad is not requires_grad:
+                parameter.requires_grad_(requires_grad)
         self._contents.restore()
         for tensor in self._batch:
             tensor.restore()
