@@ -120,6 +120,7 @@ class Session:
         self._boundaries: list[OptimizerBoundary] = []
         engine.ledger.at_notice = self.write_notice
         self._write_attach()
+        engine.tell_beginning()
         self.add_optimizers(*optimizers)
 
     @property

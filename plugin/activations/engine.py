@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from rematic.activations.ledger import Ledger
+from rematic.activations.notices import Notice
+from rematic.activations.other_owners import OtherOwners, TakenOver
 from rematic.activations.routers import find_routers, refuse_idle_patterns
 from rematic.activations.routing import Routing
 from rematic.activations.selective import OpSelection
@@ -16,6 +18,7 @@ from rematic.activations.stash_places import StashPlaces
 from rematic.activations.tiling import Tiling
 from rematic.activations.unit import Unit, UnitForward
 from rematic.activations.units import find_units
+from rematic.activations.wrappers import unwrapped
 from rematic.policy import (
     DEFAULT_SAVED,
     Action,
@@ -41,11 +44,12 @@ class Engine:
         trust: Sequence[str] = (),
         routers: Sequence[str] = (),
     ) -> None:
-        _refuse_other_owners(model)
+        _refuse_attached(model)
         refuse_idle_patterns(model, routers)
         found = find_units(model, patterns, routers=routers)
-        self.classes = {name: type(module).__name__ for name, module in found}
+        self.classes = {name: type(unwrapped(module)).__name__ for name, module in found}
         trusted = {name for pattern in trust for name in match_names(pattern, self.classes)}
+        self._owners = OtherOwners(model, dict(found))
         self.ledger = Ledger()
         self.units = [
             Unit(name, module, position=i, ledger=self.ledger)
@@ -60,6 +64,11 @@ class Engine:
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
         self._tilings: dict[tuple[str, Action], Tiling] = {}
 
+    def tell_beginning(self) -> None:
+        """Tells the journal what was taken over when the model was attached."""
+        for taken in self._owners.taken_over:
+            self.ledger.tell(_of(taken))
+
     def apply(self, plan: Plan, *, unmeasured: Sequence[bool] = ()) -> None:
         """Makes the next records start as the plan says.
 
@@ -67,6 +76,8 @@ class Engine:
             plan: The plan.
             unmeasured: For each unit, whether what it keeps is not known; none by default.
         """
+        for taken in self._owners.take_flags():
+            self.ledger.tell(_of(taken))
         for unit, is_unmeasured in zip(self.units, unmeasured, strict=False):
             unit.unmeasured = is_unmeasured
         for unit, action in zip(self.units, plan.actions, strict=True):
@@ -93,21 +104,19 @@ class Engine:
         """Gives every module its own `forward` back. Records still in a graph keep working."""
         for unit in reversed(self.units):
             unit.restore()
+        self._owners.give_back()
         self._places.close()
 
 
-def _refuse_other_owners(model: nn.Module) -> None:
+def _of(taken: TakenOver) -> Notice:
+    return Notice(unit=taken.name, kind="taken_over", text=f"{taken.owner} is turned off")
+
+
+def _refuse_attached(model: nn.Module) -> None:
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, UnitForward) and not forward.silent:
             raise ValueError(
                 f"module {name or type(model).__name__!r} is already managed by a session: "
                 "expected a model that is not attached. Call `session.detach()` first."
-            )
-        if module.__dict__.get("gradient_checkpointing") is True:
-            raise ValueError(
-                f"module {name or type(model).__name__!r} has gradient checkpointing of its own "
-                "turned on: expected one owner. Call `model.activation_checkpointing_disable()` "
-                "(in older versions `gradient_checkpointing_disable()`) before attaching; rematic "
-                "decides what is recomputed."
             )

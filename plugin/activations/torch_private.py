@@ -7,10 +7,15 @@ every dispatch mode speaks of in spite of its underscore (`_version`, `_schema`,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
+
+_HAS_CUDA = bool(torch.version.cuda or torch.version.hip)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -45,6 +50,13 @@ def inside_function_transform() -> bool:
 def inside_forward_ad() -> bool:
     """Returns whether a level of forward-mode differentiation is open."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+def is_capturing_graph() -> bool:
+    """Returns whether a CUDA graph is being captured on the current stream."""
+    if not _HAS_CUDA or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch 2.13
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def parametrizations_are_cached() -> bool:
@@ -96,3 +108,14 @@ def selective_results(context: object) -> Iterator[tuple[str, torch.Tensor, int]
                 value = getattr(leaf, "val", None)
                 if isinstance(value, torch.Tensor):
                     yield str(op), value, leaf.version
+
+
+def composable_checkpoint_state(module: nn.Module) -> Any:  # of a class that torch does not name
+    """Returns the state of `torch.distributed._composable.checkpoint` on a module, None if none.
+
+    It checkpoints while its `enable_hook` is true. Asked only if that part of torch is loaded.
+    """
+    home = sys.modules.get("torch.distributed._composable.contract")
+    # (the public way to ask leaves an empty entry on the module)
+    states = module.__dict__.get(getattr(home, "STATE_KEY", ""), {})
+    return next((state for state in states.values() if hasattr(state, "enable_hook")), None)

@@ -34,6 +34,7 @@ from rematic.activations.routing import RoutedBody, Routing
 from rematic.activations.safety import objection
 from rematic.activations.selective import OpSelection, SelectiveCache
 from rematic.activations.tiling import Tiling
+from rematic.activations.wrappers import unwrapped
 from rematic.memory import is_out_of_memory, requested_bytes
 from rematic.stash import Stash, StashError
 
@@ -237,7 +238,7 @@ class Unit:
 
     def _check(self, record: Record) -> None:
         num_silent = self._observers.num_silent
-        kind = (type(self.module), self.module.training, num_silent > 0)
+        kind = (type(unwrapped(self.module)), self.module.training, num_silent > 0)
         verdicts = self.ledger.verdicts
         if kind not in verdicts:
             try:
@@ -257,7 +258,8 @@ class Unit:
         if verdict.hidden is not None and verdict.hidden.matters:
             self._take_note_of(verdict.hidden)
         if verdict.objection is not None:
-            self._pin(record, f"{verdict.objection}. If you know better, name it in `policy.trust`")
+            reason = verdict.objection.rstrip(".")
+            self._pin(record, f"{reason}. If you know better, name it in `policy.trust`")
 
     def _take_note_of(self, hidden: HiddenStash) -> None:
         self.graphless = hidden.is_closed
@@ -406,6 +408,8 @@ def _pass_through_reason() -> str | None:
         return "the tangents of forward-mode differentiation are not there in a replay"
     if torch_private.parametrizations_are_cached():
         return "parametrize.cached() shares tensors between calls, which a replay would not find"
+    if torch_private.is_capturing_graph():
+        return "a CUDA graph is being captured, which would replay without rematic"
     if torch_private.has_outer_saved_tensor_hooks():
         return (
             "other saved-tensor hooks are active around it (save_on_cpu, activation offloading); "

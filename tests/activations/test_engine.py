@@ -13,7 +13,7 @@ from torch import nn
 from rematic.activations import Engine
 from rematic.policy import KEEP, RECOMPUTE, Keep, Plan, Policy, Recompute, Rule, resolve
 from tests.activations.blocks import Block, Model, make_input, make_model
-from tests.activations.families import FAMILIES, LLAMA_EAGER, Family, build_llama
+from tests.activations.families import FAMILIES, LLAMA_EAGER, Family
 from tests.activations.parity import attached, differences, make, run_steps
 from tests.activations.test_units import _t5, _vit
 
@@ -129,20 +129,6 @@ def test_a_model_is_attached_once() -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             Engine(model)
         assert [block.forward for block in model.blocks] == before
-    Engine(model).detach()
-
-
-def test_a_model_that_checkpoints_itself_is_refused() -> None:
-    model = build_llama("sdpa")
-    model.activation_checkpointing_enable()
-    message = (
-        "has gradient checkpointing of its own turned on: expected one owner. Call "
-        "`model.activation_checkpointing_disable()` (in older versions "
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Engine(model)
-    assert not any("forward" in vars(module) for module in model.modules())
-    model.activation_checkpointing_disable()
     Engine(model).detach()
 
 
