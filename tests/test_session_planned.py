@@ -248,17 +248,30 @@ def test_without_the_retry_at_the_op_units_run_again(
 @pytest.mark.parametrize(("op_retry", "recovers"), [("never", False), ("auto", True)])
 def test_never_means_that_no_op_is_run_again(op_retry: Any, recovers: bool) -> None:
     """Backward's first op fails in the first step, which is watched in any case."""
-    counting, x = SimulatedProbe(), make_input()
-    with counting:
-        make_model()(x)
-    model, probe = make_model(), SimulatedProbe(fail_at_ops=[counting.num_ops + 1])
     recipe = Recipe(policy=PolicyConfig(op_retry=op_retry), control=ControlConfig(attempts=1))
-    session = rematic.attach(model, policy="keep", budget="1GiB", probe=probe, recipe=recipe)
+    x, after_forward = make_input(), []
+
+    def run(probe: SimulatedProbe) -> None:
+        model = make_model()
+
+        def step(x: torch.Tensor) -> None:
+            loss = model(x)
+            after_forward.append(probe.num_ops)
+            loss.backward()
+
+        session = rematic.attach(model, policy="keep", budget="1GiB", probe=probe, recipe=recipe)
+        try:
+            with probe:
+                session.run(step, x)
+        finally:
+            session.detach()
+
+    run(SimulatedProbe())
+    failing = SimulatedProbe(fail_at_ops=[after_forward[0] + 1])
     caught = contextlib.nullcontext() if recovers else pytest.raises(torch.OutOfMemoryError)
-    with caught, probe:
-        session.run(lambda x: model(x).backward(), x)
-    assert probe.num_ooms == 1
-    session.detach()
+    with caught:
+        run(failing)
+    assert failing.num_ooms == 1
 
 
 def test_the_journal_tells_the_run(plain: tuple[Outcome, int], recomputed: int) -> None:
