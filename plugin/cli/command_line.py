@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rematic {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
+    _add_plan(commands)
     _add_report(commands)
     _add_demo(commands)
     return parser
@@ -86,6 +87,31 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=_train)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="tell what fits, before anything runs",
+        description="Predict memory and time of a recipe's steps under several policies. Needs "
+        "neither weights nor the device.",
+        epilog="example: rematic plan tiny-cpu --lengths 256,1k --max-length",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or a path")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="values that replace the recipe's"
+    )
+    parser.add_argument("--device", metavar="NAME", help="cpu, or a GPU such as a100-80g")
+    parser.add_argument("--budget", metavar="SIZE", help="instead of the recipe's memory.budget")
+    parser.add_argument("--lengths", metavar="N,N", help="tokens of a sequence, such as 4k,8k,32k")
+    parser.add_argument("--batch", metavar="N", type=int, default=1, help="sequences of a batch")
+    parser.add_argument("--padded", action="store_true", help="a mask hides some of the tokens")
+    parser.add_argument(
+        "--max-length", action="store_true", help="find the longest sequence that fits, too"
+    )
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw memory over the longest step")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=_plan)
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -115,6 +141,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from rematic.cli.train_command import run_train
 
     return run_train(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rematic.cli.plan_command import run_plan
+
+    return run_plan(arguments)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -216,3 +216,23 @@ def gpu_named(name: str) -> Device:
             f"unknown device {name!r}: expected cpu or one of {', '.join(by_name)}{hint}"
         )
     return by_name[wanted]
+
+
+def gpu_like(torch_name: str) -> Device:
+    """Returns the GPU of the catalogue that torch calls by this name.
+
+    Args:
+        torch_name: As `torch.cuda.get_device_name` says it: `NVIDIA A100-SXM4-80GB`.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    words = torch_name.lower().replace("-", " ").split()
+    for gpu in reversed(GPUS):
+        parts = gpu.name.split("-")
+        if all(any(word.startswith(part) for word in words) for part in parts):
+            return gpu
+    raise ValueError(
+        f"the device {torch_name!r} is not in the catalogue: name the one nearest to it by "
+        f"--device; expected cpu or one of {', '.join(gpu.name for gpu in GPUS)}"
+    )

@@ -1,6 +1,13 @@
 """Decides which plan is fastest within a budget. No torch in here."""
 
+from rematic.planner.advice import advice_of as advice_of
+from rematic.planner.advice import where_of as where_of
 from rematic.planner.brute_force import best_of_all as best_of_all
+from rematic.planner.forecast import POLICIES as POLICIES
+from rematic.planner.forecast import Forecast as Forecast
+from rematic.planner.forecast import PolicyForecast as PolicyForecast
+from rematic.planner.forecast import forecast_step as forecast_step
+from rematic.planner.forecast import longest_length as longest_length
 from rematic.planner.frontier import LOSSLESS as LOSSLESS
 from rematic.planner.frontier import Pace as Pace
 from rematic.planner.frontier import options_of as options_of
@@ -10,6 +17,7 @@ from rematic.planner.problem import Option as Option
 from rematic.planner.problem import Peak as Peak
 from rematic.planner.problem import Problem as Problem
 from rematic.planner.problem import Surroundings as Surroundings
+from rematic.planner.problem import intervals_of as intervals_of
 from rematic.planner.problem import moved_bytes_of as moved_bytes_of
 from rematic.planner.problem import peak_of as peak_of
 from rematic.planner.problem import seconds_of as seconds_of

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rematic.planner.op_sets import OpSet, best_op_sets, choose_sets
+from rematic.planner.op_sets import OpSet, best_op_sets, choose_sets, named_op_set
 from rematic.planner.problem import Option, Problem
 from rematic.planner.unit_costs import ActionBytes, OpCost, StepCosts, UnitCosts
 from rematic.policy import (
+    DEFAULT_SAVED,
     Action,
     Compress,
     Keep,
@@ -92,7 +93,7 @@ def options_of(
         if action.name in allowed and action.name in measured
     ]
     if "selective" in allowed and "recompute" in measured:
-        sets = choose_sets(best_op_sets(unit.ops, seconds), limit=MAX_OP_SETS)
+        sets = _worthwhile_sets(measured, unit.ops, seconds)
         options += [
             selective_option(
                 unit,
@@ -110,11 +111,41 @@ def options_of(
     return tuple(sorted(options, key=lambda option: (-option.kept_bytes, option.seconds)))
 
 
+def _worthwhile_sets(
+    measured: Mapping[str, ActionBytes], ops: Sequence[OpCost], seconds: Sequence[float]
+) -> tuple[OpSet, ...]:
+    """Returns op sets that keep less than `keep` does, which takes no time at all."""
+    below = None
+    if "keep" in measured:
+        below = max(1, measured["keep"].kept - measured["recompute"].kept)
+    return choose_sets(best_op_sets(ops, seconds, below_bytes=below), limit=MAX_OP_SETS)
+
+
+def listed_option(unit: UnitCosts, pace: Pace, *, save: Sequence[str] = DEFAULT_SAVED) -> Option:
+    """Returns what `selective` with a list of ops costs.
+
+    Args:
+        unit: What was measured of the class.
+        pace: How fast the device is.
+        save: Names of ops, as a user writes them.
+    """
+    seconds = [pace.op_seconds(op) for op in unit.ops]
+    replay = sum(s for s, op in zip(seconds, unit.ops, strict=True) if op.is_replayed)
+    op_set = named_op_set(unit.ops, seconds, save)
+    option = selective_option(
+        unit,
+        op_set,
+        seconds=pace.with_host(replay - op_set.saved_seconds, pace.selective_seconds),
+    )
+    return replace(option, action=Selective(save=tuple(save)))
+
+
 def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Option:
     """Returns what keeping a set of ops costs.
 
-    Its bytes follow from those of `recompute`: the results stay on top of what that keeps, and of
-    those that autograd saves as well the replay makes so much less.
+    Its bytes follow from those of `recompute`: the results stay on top of what that keeps. Backward
+    comes to the same bytes as there once the replay has ended, and is higher only if the replay is,
+    in which results that autograd does not save wait until they are used.
 
     Args:
         unit: What was measured of the class.
@@ -124,15 +155,15 @@ def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Optio
     base = dict(unit.actions)["recompute"]
     chosen = set(op_set.ops)
     rise = _forward_peak(unit.ops, chosen) - _forward_peak(unit.ops, set())
-    refilled = sum(unit.ops[i].result_bytes for i in op_set.ops if unit.ops[i].is_saved)
     kept = base.kept + op_set.kept_bytes
+    highest = max(base.kept + base.backward, base.kept + _replay_peak(unit.ops, chosen))
     return Option(
         action=Selective(
             save=tuple(f"{unit.ops[i].name}[{unit.ops[i].occurrence}]" for i in op_set.ops)
         ),
         kept_bytes=kept,
         forward_bytes=max(kept, base.forward + rise),
-        backward_bytes=max(0, base.backward - refilled),
+        backward_bytes=max(0, highest - kept),
         gradient_bytes=base.gradient,
         seconds=max(0.0, seconds),
     )
@@ -146,6 +177,22 @@ def _forward_peak(ops: Sequence[OpCost], kept: set[int]) -> int:
         live += op.result_bytes
         peak = max(peak, live)
         if op.freed_after is not None and i not in kept:
+            freed[op.freed_after] = freed.get(op.freed_after, 0) + op.result_bytes
+        live -= freed.pop(i, 0)
+    return peak
+
+
+def _replay_peak(ops: Sequence[OpCost], kept: set[int]) -> int:
+    """Returns the most bytes of results that live at once in a replay to which these were kept."""
+    live = sum(ops[i].result_bytes for i in kept)
+    peak = live
+    freed: dict[int, int] = {}
+    for i, op in enumerate(ops):
+        if not op.is_replayed:
+            continue
+        live += 0 if i in kept else op.result_bytes
+        peak = max(peak, live)
+        if op.freed_after is not None and not op.is_saved:
             freed[op.freed_after] = freed.get(op.freed_after, 0) + op.result_bytes
         live -= freed.pop(i, 0)
     return peak

@@ -7,12 +7,14 @@ and bytes add up, and the best sets are the undominated sums of items.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rematic.planner.unit_costs import OpCost
+from rematic.policy import parse_op_name
 
-MAX_SETS = 4096
+MAX_SETS = 512
 """Most sets that are carried along; more are thinned out evenly by bytes."""
 
 
@@ -56,7 +58,9 @@ def kept_bytes_of(op: OpCost) -> int:
     return 0 if op.freed_after is None else op.result_bytes
 
 
-def best_op_sets(ops: Sequence[OpCost], op_seconds: Sequence[float]) -> tuple[OpSet, ...]:
+def best_op_sets(
+    ops: Sequence[OpCost], op_seconds: Sequence[float], *, below_bytes: int | None = None
+) -> tuple[OpSet, ...]:
     """Returns the undominated op sets by falling bytes; the last one is empty or costs nothing.
 
     Of sets with equal bytes and seconds the one that names earlier ops remains.
@@ -64,6 +68,7 @@ def best_op_sets(ops: Sequence[OpCost], op_seconds: Sequence[float]) -> tuple[Op
     Args:
         ops: The ops of a unit's forward.
         op_seconds: Time of each.
+        below_bytes: Sets that cost so much or more are of no interest; None: all are.
     """
     free = [i for i in keepable_ops(ops) if kept_bytes_of(ops[i]) == 0 and op_seconds[i] > 0]
     items = [i for i in keepable_ops(ops) if kept_bytes_of(ops[i]) > 0 and op_seconds[i] > 0]
@@ -73,11 +78,38 @@ def best_op_sets(ops: Sequence[OpCost], op_seconds: Sequence[float]) -> tuple[Op
         with_item = [
             (kept + kept_bytes_of(ops[i]), seconds + op_seconds[i], (*chosen, i))
             for kept, seconds, chosen in front
+            if below_bytes is None or kept + kept_bytes_of(ops[i]) < below_bytes
         ]
         front = _thin(_undominated([*front, *with_item]))
     return tuple(
         OpSet(ops=tuple(sorted(chosen)), kept_bytes=kept, saved_seconds=seconds)
         for kept, seconds, chosen in reversed(front)
+    )
+
+
+def named_op_set(ops: Sequence[OpCost], op_seconds: Sequence[float], names: Sequence[str]) -> OpSet:
+    """Returns the set that `selective` with these names keeps.
+
+    Args:
+        ops: The ops of a unit's forward.
+        op_seconds: Time of each.
+        names: As a user writes them: `matmul`, `aten::mm[3]`.
+    """
+    keepable = set(keepable_ops(ops))
+    wanted = [parse_op_name(name) for name in names]
+    before: Counter[str] = Counter()
+    chosen = []
+    for i, op in enumerate(ops):
+        for one in wanted:
+            counted = sum(before[name] for name in one.ops)
+            if op.name in one.ops and one.occurrence in (None, counted) and i in keepable:
+                chosen.append(i)
+                break
+        before[op.name] += 1
+    return OpSet(
+        ops=tuple(chosen),
+        kept_bytes=sum(kept_bytes_of(ops[i]) for i in chosen),
+        saved_seconds=sum(op_seconds[i] for i in chosen),
     )
 
 

@@ -9,7 +9,7 @@ decoder) belongs to the interval of the unit after it in forward, and so it does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -137,7 +137,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The highest number of live bytes in a step, and what it is made of."""
+    """The highest number of live bytes in a step or an interval of it, and what it is made of."""
 
     total: int
     """Bytes live at that moment; the sum of the parts below."""
@@ -162,10 +162,24 @@ class Peak:
 
 
 def peak_of(problem: Problem, assignment: Sequence[int]) -> Peak:
-    """Returns the peak of the step under an assignment.
+    """Returns the peak of the step under an assignment, the first of equals.
 
-    It follows the chain of intervals: P = max(P, L + transient), then L += what is left, from the
-    embedding to the optimizer. Every plan is judged by it.
+    Every plan is judged by it.
+
+    Args:
+        problem: The problem.
+        assignment: For each unit the position of its option.
+
+    Raises:
+        ValueError: If the assignment is not one option for each unit.
+    """
+    return max(intervals_of(problem, assignment), key=lambda interval: interval.total)
+
+
+def intervals_of(problem: Problem, assignment: Sequence[int]) -> Iterator[Peak]:
+    """Yields the highest moment of each interval of the step, in order.
+
+    P = max(P, L + transient), then L += what is left, from the embedding to the optimizer.
 
     Args:
         problem: The problem.
@@ -177,45 +191,33 @@ def peak_of(problem: Problem, assignment: Sequence[int]) -> Peak:
     chosen = chosen_options(problem, assignment)
     around, fixed = problem.around, problem.fixed.total
     kept, left = 0, 0
-    highest = Peak(
-        total=fixed + around.embedding_forward,
-        place="embedding forward",
-        unit=None,
-        fixed=fixed,
-        kept=0,
-        gradients=0,
-        working=around.embedding_forward,
-    )
 
-    def visit(place: Place, working: int, unit: int | None = None) -> None:
-        nonlocal highest
-        total = fixed + kept + left + working
-        if total > highest.total:
-            highest = Peak(
-                total=total,
-                place=place,
-                unit=unit,
-                fixed=fixed,
-                kept=kept,
-                gradients=left,
-                working=working,
-            )
+    def interval(place: Place, working: int, unit: int | None = None) -> Peak:
+        return Peak(
+            total=fixed + kept + left + working,
+            place=place,
+            unit=unit,
+            fixed=fixed,
+            kept=kept,
+            gradients=left,
+            working=working,
+        )
 
+    yield interval("embedding forward", around.embedding_forward)
     kept += around.embedding_kept
     for i, option in enumerate(chosen):
-        visit("unit forward", option.forward_bytes, i)
+        yield interval("unit forward", option.forward_bytes, i)
         kept += option.kept_bytes
-    visit("head", around.head)
+    yield interval("head", around.head)
     left += around.head_left
     for i in range(len(chosen) - 1, -1, -1):
-        visit("unit backward", chosen[i].backward_bytes, i)
+        yield interval("unit backward", chosen[i].backward_bytes, i)
         kept -= chosen[i].kept_bytes
         left += chosen[i].gradient_bytes
-    visit("embedding backward", around.embedding_backward)
+    yield interval("embedding backward", around.embedding_backward)
     kept -= around.embedding_kept
     left += around.embedding_gradient
-    visit("optimizer", around.optimizer)
-    return highest
+    yield interval("optimizer", around.optimizer)
 
 
 def chosen_options(problem: Problem, assignment: Sequence[int]) -> list[Option]:

@@ -1,0 +1,156 @@
+"""`rematic plan RECIPE`: what fits, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rematic.cli.exit_codes import DONE
+from rematic.recipes import Budget, Recipe, load_recipe, parse_budget
+
+if TYPE_CHECKING:
+    from rematic.cli.plan_report import PlanReport
+    from rematic.cost.devices import Device
+    from rematic.planner import StepCosts
+
+AUTO_SHARE = 0.95
+"""Share of a device's memory that the budget `auto` means."""
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Prints, per length, what a step needs and takes under each policy.
+
+    Raises:
+        ValueError: The recipe, the device, the budget or a length cannot be used.
+    """
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    lengths = parse_lengths(arguments.lengths, longest=recipe.data.max_length)
+    written = None if arguments.budget is None else parse_budget(arguments.budget)
+    # Only now what takes seconds to import.
+    from rematic.cli.plan_report import PlanReport, format_plan
+    from rematic.cost.recipe_profile import trace_recipe
+    from rematic.cost.roofline import pace_of
+    from rematic.planner import POLICIES, forecast_step, longest_length
+
+    device = _device(arguments.device)
+    budget_bytes = budget_of(written or recipe.memory.budget, device)
+    usable_bytes = int(budget_bytes * (1 - recipe.memory.reserve))
+    limit = _longest_of_interest(recipe, lengths) if arguments.max_length else max(lengths)
+    profile = trace_recipe(
+        recipe,
+        on_accelerator=device.name != "cpu",
+        batch=arguments.batch,
+        padded=(arguments.padded,),
+        max_length=limit,
+    )
+    pace = pace_of(device)
+
+    def costs_at(length: int) -> StepCosts:
+        return profile.costs_at(batch=arguments.batch, length=length, padded=arguments.padded)
+
+    forecasts = [
+        forecast_step(costs_at(length), pace, budget_bytes=usable_bytes) for length in lengths
+    ]
+    longest = None
+    if arguments.max_length:
+        longest = {
+            policy: longest_length(
+                costs_at, pace, policy=policy, budget_bytes=usable_bytes, max_length=limit
+            )
+            for policy in POLICIES
+        }
+    report = PlanReport(
+        recipe=recipe.name,
+        device=device,
+        budget_bytes=budget_bytes,
+        usable_bytes=usable_bytes,
+        forecasts=tuple(forecasts),
+        longest=longest,
+        longest_limit=limit,
+        notes=_notes(recipe),
+    )
+    if arguments.plot is not None:
+        _plot(report, Path(arguments.plot))
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else format_plan(report))
+    return DONE
+
+
+def parse_lengths(text: str | None, *, longest: int) -> list[int]:
+    """Reads lengths such as `4k,8k,32768`; without any: a quarter, a half and all of the longest.
+
+    Raises:
+        ValueError: One of them is no length.
+    """
+    if text is None:
+        return sorted({max(2, longest // 4), max(2, longest // 2), longest})
+    lengths = [_length(part.strip()) for part in text.split(",")]
+    return sorted(set(lengths))
+
+
+def _length(text: str) -> int:
+    digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    if not digits.isdigit() or int(digits) * factor < 2:
+        raise ValueError(
+            f"the length {text!r} cannot be read; expected tokens, at least 2, such as 4096 or 4k"
+        )
+    return int(digits) * factor
+
+
+def budget_of(budget: Budget, device: Device) -> int:
+    """Returns the bytes of a budget on a device.
+
+    Raises:
+        ValueError: It is a share of a memory whose size is not known.
+    """
+    if budget.kind == "absolute":
+        return int(budget.value or 0)
+    if device.memory_bytes is None:
+        raise ValueError(
+            f"the budget is {budget}, a share of the device, but the memory of a CPU is also for "
+            "others; expected a size: add --budget 8GiB, or name a GPU by --device"
+        )
+    share = AUTO_SHARE if budget.value is None else float(budget.value)
+    return int(share * device.memory_bytes)
+
+
+def _device(name: str | None) -> Device:
+    from rematic.cost.devices import gpu_like, gpu_named
+
+    if name is not None and name.lower() != "cpu":
+        return gpu_named(name)
+    import torch
+
+    if name is None and torch.cuda.is_available():
+        return gpu_like(torch.cuda.get_device_name())
+    from rematic.cost.calibrate import local_cpu
+
+    return local_cpu()
+
+
+def _longest_of_interest(recipe: Recipe, lengths: Sequence[int]) -> int:
+    """Returns as many tokens as the model has positions for, or four times what is asked for."""
+    positions = recipe.model.config.get("max_position_embeddings")
+    if isinstance(positions, int):
+        return max(positions, *lengths)
+    return 4 * max(lengths)
+
+
+def _notes(recipe: Recipe) -> tuple[str, ...]:
+    if not recipe.policy.rules:
+        return ()
+    return ("the rules of the recipe (policy.rules) are not looked at here",)
+
+
+def _plot(report: PlanReport, path: Path) -> None:
+    from rematic.cli.plan_plot import draw
+
+    try:
+        path.write_text(draw(report.forecasts[-1]), "utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"the plot cannot be written to {path} ({error.strerror}); expected a file in a folder "
+            "that exists"
+        ) from error

@@ -1,0 +1,154 @@
+"""What `rematic plan` found, as text and as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rematic.byte_sizes import format_bytes
+from rematic.cost.devices import Device
+from rematic.journal.table import text_table
+from rematic.planner import Forecast, Peak, PolicyForecast, advice_of, where_of
+
+HEADERS = (
+    "policy",
+    "peak",
+    "kept",
+    "gradients",
+    "working set",
+    "where",
+    "seconds",
+    "slow-down",
+    "fits",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """The whole answer."""
+
+    recipe: str
+    """Name of the recipe."""
+
+    device: Device
+    """What it is planned for."""
+
+    budget_bytes: int
+    """Bytes that may be in use."""
+
+    usable_bytes: int
+    """Those without the reserve."""
+
+    forecasts: tuple[Forecast, ...]
+    """By rising length."""
+
+    longest: Mapping[str, int] | None
+    """Longest sequence that fits, by policy; None if nobody asked."""
+
+    longest_limit: int
+    """Longest sequence that was tried."""
+
+    notes: tuple[str, ...] = ()
+    """What a reader should know."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns it as dictionaries, lists, strings and numbers."""
+        return {
+            "recipe": self.recipe,
+            "device": {
+                "name": self.device.name,
+                "memory_bytes": self.device.memory_bytes,
+                "source": self.device.source,
+            },
+            "budget_bytes": self.budget_bytes,
+            "usable_bytes": self.usable_bytes,
+            "lengths": [_forecast_to_dict(forecast) for forecast in self.forecasts],
+            "longest": None if self.longest is None else dict(self.longest),
+            "longest_limit": self.longest_limit,
+            "notes": list(self.notes),
+        }
+
+
+def format_plan(report: PlanReport) -> str:
+    """The report as a person reads it."""
+    lines = [
+        f"recipe {report.recipe} on {report.device.name}: budget "
+        f"{format_bytes(report.budget_bytes)}, of which plans use "
+        f"{format_bytes(report.usable_bytes)}",
+        f"predicted from a trace without weights; seconds by {report.device.source}",
+        *(f"note: {note}" for note in report.notes),
+    ]
+    for forecast in report.forecasts:
+        lines += ["", *_length_lines(forecast)]
+    if report.longest is not None:
+        lines += ["", f"longest sequence that fits (up to {report.longest_limit} tokens)"]
+        rows = [[policy, str(length)] for policy, length in report.longest.items()]
+        lines.append(text_table(("policy", "tokens"), rows))
+    return "\n".join(lines)
+
+
+def _length_lines(forecast: Forecast) -> list[str]:
+    fixed = forecast.fixed
+    rows = [_row(policy) for policy in forecast.policies]
+    planned = ", ".join(f"{count} x {action}" for action, count in forecast.planned.plan.items())
+    return [
+        f"{forecast.batch} x {forecast.length} tokens: weights {format_bytes(fixed.weights)}, "
+        f"gradients that stay {format_bytes(fixed.gradients)}, optimizer "
+        f"{format_bytes(fixed.optimizer)}, other {format_bytes(fixed.other)}",
+        text_table(HEADERS, rows),
+        f"planned: {planned}",
+        *(f"advice: {line}" for line in advice_of(forecast)),
+    ]
+
+
+def _row(forecast: PolicyForecast) -> list[str]:
+    peak = forecast.peak
+    return [
+        forecast.policy,
+        format_bytes(peak.total),
+        format_bytes(peak.kept),
+        format_bytes(peak.gradients),
+        format_bytes(peak.working),
+        where_of(peak),
+        f"{forecast.seconds:.3g}",
+        f"{forecast.slow_down:.1%}",
+        "yes" if forecast.fits else "no",
+    ]
+
+
+def _forecast_to_dict(forecast: Forecast) -> dict[str, object]:
+    fixed = forecast.fixed
+    return {
+        "batch": forecast.batch,
+        "length": forecast.length,
+        "weights_bytes": fixed.weights,
+        "gradients_bytes": fixed.gradients,
+        "optimizer_bytes": fixed.optimizer,
+        "other_bytes": fixed.other,
+        "without_head_bytes": forecast.without_head_bytes,
+        "advice": list(advice_of(forecast)),
+        "policies": [_policy_to_dict(policy) for policy in forecast.policies],
+    }
+
+
+def _policy_to_dict(forecast: PolicyForecast) -> dict[str, object]:
+    return {
+        "policy": forecast.policy,
+        "plan": forecast.plan,
+        "fits": forecast.fits,
+        "seconds": forecast.seconds,
+        "slow_down": forecast.slow_down,
+        "peak": _peak_to_dict(forecast.peak),
+    }
+
+
+def _peak_to_dict(peak: Peak) -> dict[str, object]:
+    return {
+        "bytes": peak.total,
+        "place": peak.place,
+        "unit": peak.unit,
+        "fixed_bytes": peak.fixed,
+        "kept_bytes": peak.kept,
+        "gradients_bytes": peak.gradients,
+        "working_bytes": peak.working,
+    }
