@@ -14,8 +14,10 @@ same peak formula, which nobody who uses them could know.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -67,8 +69,9 @@ class PeerRow:
 def main() -> int:
     """Prints the figures; 1 if a bar is missed."""
     arguments = _arguments()
-    rows = list(_rows(arguments))
-    peers = list(_peer_rows(arguments)) if not arguments.no_peers else []
+    with _solver_talks_to_stderr():
+        rows = list(_rows(arguments))
+        peers = list(_peer_rows(arguments)) if not arguments.no_peers else []
     gaps = [row.extra_gap for row in rows if row.extra_gap is not None]
     result = {
         "gap_max": max(row.gap for row in rows),
@@ -90,6 +93,19 @@ def main() -> int:
             print("  ".join(f"{key} {value}" for key, value in asdict(row).items()))
         print({key: value for key, value in result.items() if not key.endswith("rows")})
     return int(result["gap_max"] > GAP_BAR or result["seconds_max"] > SECONDS_BAR)
+
+
+@contextlib.contextmanager
+def _solver_talks_to_stderr() -> Iterator[None]:
+    """Keeps what the solver prints from C++, past `sys.stdout`, out of the figures."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _rows(arguments: argparse.Namespace) -> Iterator[Row]:

@@ -28,54 +28,61 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     lengths = parse_lengths(arguments.lengths, longest=recipe.data.max_length)
-    written = None if arguments.budget is None else parse_budget(arguments.budget)
+    budget = recipe.memory.budget if arguments.budget is None else parse_budget(arguments.budget)
+    plot = None if arguments.plot is None else _plot_path(arguments.plot)
+    if arguments.batch < 1:
+        raise ValueError(f"--batch is {arguments.batch}; expected a number of sequences from 1 on")
     # Only now what takes seconds to import.
-    from rematic.cli.plan_report import PlanReport, format_plan
-    from rematic.cost.recipe_profile import trace_recipe
+    from rematic.cli.plan_plot import draw
+    from rematic.cli.plan_report import format_plan
+
+    report = _plan(recipe, arguments, lengths=lengths, budget=budget)
+    if plot is not None:
+        plot.write_text(draw(report.forecasts[-1]), "utf-8")
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else format_plan(report))
+    return DONE
+
+
+def _plan(
+    recipe: Recipe, arguments: argparse.Namespace, *, lengths: Sequence[int], budget: Budget
+) -> PlanReport:
+    """Traces the recipe's model and judges every policy at every length."""
+    from rematic.cli.plan_report import PlanReport
+    from rematic.cost import trace_recipe
     from rematic.cost.roofline import pace_of
     from rematic.planner import POLICIES, forecast_step, longest_length
 
     device = _device(arguments.device)
-    budget_bytes = budget_of(written or recipe.memory.budget, device)
+    budget_bytes = budget_of(budget, device)
     usable_bytes = int(budget_bytes * (1 - recipe.memory.reserve))
     limit = _longest_of_interest(recipe, lengths) if arguments.max_length else max(lengths)
+    batch, padded = arguments.batch, arguments.padded
+    on_gpu = device.name != "cpu"
     profile = trace_recipe(
-        recipe,
-        on_accelerator=device.name != "cpu",
-        batch=arguments.batch,
-        padded=(arguments.padded,),
-        max_length=limit,
+        recipe, on_accelerator=on_gpu, batch=batch, padded=(padded,), max_length=limit
     )
     pace = pace_of(device)
 
     def costs_at(length: int) -> StepCosts:
-        return profile.costs_at(batch=arguments.batch, length=length, padded=arguments.padded)
+        return profile.costs_at(batch=batch, length=length, padded=padded)
 
-    forecasts = [
-        forecast_step(costs_at(length), pace, budget_bytes=usable_bytes) for length in lengths
-    ]
-    longest = None
-    if arguments.max_length:
-        longest = {
-            policy: longest_length(
-                costs_at, pace, policy=policy, budget_bytes=usable_bytes, max_length=limit
-            )
-            for policy in POLICIES
-        }
-    report = PlanReport(
+    def longest(policy: str) -> int:
+        return longest_length(
+            costs_at, pace, policy=policy, budget_bytes=usable_bytes, max_length=limit
+        )
+
+    return PlanReport(
         recipe=recipe.name,
         device=device,
         budget_bytes=budget_bytes,
         usable_bytes=usable_bytes,
-        forecasts=tuple(forecasts),
-        longest=longest,
+        forecasts=tuple(
+            forecast_step(costs_at(length), pace, budget_bytes=usable_bytes) for length in lengths
+        ),
+        longest={policy: longest(policy) for policy in POLICIES} if arguments.max_length else None,
         longest_limit=limit,
         notes=_notes(recipe),
     )
-    if arguments.plot is not None:
-        _plot(report, Path(arguments.plot))
-    print(json.dumps(report.to_dict(), indent=2) if arguments.json else format_plan(report))
-    return DONE
 
 
 def parse_lengths(text: str | None, *, longest: int) -> list[int]:
@@ -132,10 +139,10 @@ def _device(name: str | None) -> Device:
 
 def _longest_of_interest(recipe: Recipe, lengths: Sequence[int]) -> int:
     """Returns as many tokens as the model has positions for, or four times what is asked for."""
-    positions = recipe.model.config.get("max_position_embeddings")
-    if isinstance(positions, int):
-        return max(positions, *lengths)
-    return 4 * max(lengths)
+    from rematic.training.model import build_config
+
+    positions = getattr(build_config(recipe.model, max_length=1), "max_position_embeddings", None)
+    return max(positions, *lengths) if isinstance(positions, int) else 4 * max(lengths)
 
 
 def _notes(recipe: Recipe) -> tuple[str, ...]:
@@ -144,13 +151,11 @@ def _notes(recipe: Recipe) -> tuple[str, ...]:
     return ("the rules of the recipe (policy.rules) are not looked at here",)
 
 
-def _plot(report: PlanReport, path: Path) -> None:
-    from rematic.cli.plan_plot import draw
-
-    try:
-        path.write_text(draw(report.forecasts[-1]), "utf-8")
-    except OSError as error:
+def _plot_path(written: str) -> Path:
+    path = Path(written)
+    if not path.parent.is_dir():
         raise ValueError(
-            f"the plot cannot be written to {path} ({error.strerror}); expected a file in a folder "
-            "that exists"
-        ) from error
+            f"the plot {written} cannot be written: there is no folder {path.parent}; expected a "
+            "file in a folder that exists"
+        )
+    return path

@@ -9,7 +9,7 @@ from rematic.byte_sizes import format_bytes
 from rematic.planner import Forecast, Peak, PolicyForecast
 
 WIDTH, HEIGHT = 900, 520
-LEFT, RIGHT, TOP, BOTTOM = 90, 200, 60, 60
+LEFT, RIGHT, TOP, BOTTOM = 90, 270, 60, 60
 COLORS = ("#777777", "#d62728", "#ff7f0e", "#9467bd", "#2ca02c", "#1f77b4")
 NUM_TICKS = 5
 

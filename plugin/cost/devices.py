@@ -230,7 +230,7 @@ def gpu_like(torch_name: str) -> Device:
     words = torch_name.lower().replace("-", " ").split()
     for gpu in reversed(GPUS):
         parts = gpu.name.split("-")
-        if all(any(word.startswith(part) for word in words) for part in parts):
+        if all(part in words or f"{part}b" in words for part in parts):  # 80g is written 80GB
             return gpu
     raise ValueError(
         f"the device {torch_name!r} is not in the catalogue: name the one nearest to it by "

@@ -1,6 +1,6 @@
 import pytest
 
-from rematic.cost.devices import GPUS, gpu_named
+from rematic.cost.devices import GPUS, gpu_like, gpu_named
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
@@ -41,3 +41,27 @@ def test_an_unknown_device_names_those_there_are():
 
 def test_names_are_unique():
     assert len({gpu.name for gpu in GPUS}) == len(GPUS)
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40g"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", "a10g"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_torch_has_for_it(torch_name, name):
+    assert gpu_like(torch_name).name == name
+
+
+@pytest.mark.parametrize("torch_name", ["Tesla V100-SXM2-16GB", "NVIDIA L40", "NVIDIA GeForce"])
+def test_another_gpu_has_to_be_named(torch_name):
+    with pytest.raises(ValueError, match="is not in the catalogue: name the one nearest to it"):
+        gpu_like(torch_name)
