@@ -10,9 +10,12 @@ from rematic.activations import Engine, Eviction, OpRetry, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
 from rematic.control import StepDecision, StepOutcome, kept_key
-from rematic.memory import Probe
+from rematic.memory import MemorySnapshot, Probe
 from rematic.policy import Selective
 from rematic.step_record import StepRecord
+
+SURPRISING_SHARE = 1.1
+"""A step that uses more than this share of what was predicted for it is a surprise."""
 
 Write = Callable[[Mapping[str, Any]], None]
 
@@ -26,6 +29,7 @@ class OpenStep:
         probe: Probe,
         decision: StepDecision,
         *,
+        before: MemorySnapshot,
         number: int,
         shape: BatchShape,
         armed: bool,
@@ -40,19 +44,22 @@ class OpenStep:
         self._probe = probe
         self._write = write
         self._started = time.perf_counter()
-        self._before = probe.snapshot()
+        self._before = before
         self._counts = _Counts(engine)
         self._missing_bytes = 0
         watched = decision.watched
         self.meter = StepMeter(
             probe.allocated_bytes,
             engine.ledger,
+            before_bytes=before.allocated_bytes,
             gradient_bytes=gradient_bytes,
             watched=watched,
         )
         engine.apply(decision.plan, unmeasured=decision.unmeasured)
-        engine.ledger.after_forward = self._at_unit_end
-        engine.ledger.at_backward = self.meter.at_backward
+        engine.ledger.after_forward = None if decision.roomy else self._at_unit_end
+        engine.ledger.at_backward = (
+            self._at_first_backward if decision.roomy else self.meter.at_backward
+        )
         engine.ledger.at_unit_retry = self._note_unit_retry
         after_op = self.meter.read if watched else None
         self.armed = armed
@@ -95,12 +102,12 @@ class OpenStep:
             backward_transient_bytes=self.meter.transient_bytes("backward"),
             # the plan of a watched step was a guess, and what it needs has now been measured
             missing_bytes=0 if self.decision.watched else self._missing_bytes,
+            surprising=self._is_surprising(),
         )
 
     def record(self, *, policy: str, budget_bytes: int | None) -> StepRecord:
         """Returns the step as the journal holds it."""
         counts = self._counts.since()
-        watched = self.decision.watched
         return StepRecord(
             step=self.number,
             batch=self.shape.batch,
@@ -111,7 +118,7 @@ class OpenStep:
             plan=self.decision.plan.counts(),
             predicted_peak_bytes=self.decision.predicted_peak_bytes,
             peak_bytes=self.meter.peak_bytes,
-            peak_source="op ends" if watched else "unit ends",
+            peak_source=self._peak_source(),
             budget_bytes=budget_bytes,
             before=self._before,
             after=self._probe.snapshot(),
@@ -124,6 +131,19 @@ class OpenStep:
             armed=self.armed,
             reason=self.decision.reason,
         )
+
+    def _is_surprising(self) -> bool:
+        predicted, read = self.decision.predicted_peak_bytes, self.meter.peak_bytes
+        return predicted is not None and read is not None and read > SURPRISING_SHARE * predicted
+
+    def _peak_source(self) -> str:
+        if self.decision.watched:
+            return "op ends"
+        return "start of backward" if self.decision.roomy else "unit ends"
+
+    def _at_first_backward(self, record: Record) -> None:
+        self.meter.at_backward(record)
+        self._engine.ledger.at_backward = None
 
     def _at_unit_end(self, record: Record) -> None:
         action = self.decision.plan.actions[record.position]

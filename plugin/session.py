@@ -15,7 +15,7 @@ from rematic.activations import Engine, Notice, OpRetry
 from rematic.batch_shape import BatchShape
 from rematic.control import Costs, History, HistoryEntry, StepDecision, StepRequest, StopReport
 from rematic.journal import EventSink
-from rematic.memory import Probe, is_out_of_memory
+from rematic.memory import MemorySnapshot, Probe, is_out_of_memory
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
 from rematic.optimizer_relief import OptimizerRelief
@@ -228,12 +228,14 @@ class Session:
         """
         if self._step is not None:
             self.abort_step(None)
-        shape = self.settings.batch_shape(batch)
-        decision = control.plan_step(self._costs, self._request(shape))
+        shape, before = self.settings.batch_shape(batch), self.probe.snapshot()
+        decision = control.plan_step(self._costs, self._request(shape, before.allocated_bytes))
         armed = armed or decision.armed or shape.tokens <= 1  # a batch that could not be read
-        self._open_step(shape, decision, armed=armed)
+        self._open_step(shape, decision, before, armed=armed)
 
-    def _open_step(self, shape: BatchShape, decision: StepDecision, *, armed: bool) -> None:
+    def _open_step(
+        self, shape: BatchShape, decision: StepDecision, before: MemorySnapshot, *, armed: bool
+    ) -> None:
         self._plan = decision.plan
         self._at_boundary = False
         mode = self.settings.op_retry
@@ -241,6 +243,7 @@ class Session:
             self._engine,
             self.probe,
             decision,
+            before=before,
             number=self.num_steps,
             shape=shape,
             armed=mode == "always" or (mode == "auto" and armed),
@@ -382,13 +385,13 @@ class Session:
         while self.at_detach:
             self.at_detach.pop()()
 
-    def _request(self, shape: BatchShape) -> StepRequest:
+    def _request(self, shape: BatchShape, in_use_bytes: int | None) -> StepRequest:
         return StepRequest(
             tokens=shape.tokens,
             length=shape.length,
             unit_classes=tuple(self._engine.classes.values()),
             actions=self._actions,
-            in_use_bytes=self.probe.allocated_bytes(),
+            in_use_bytes=in_use_bytes,
             pending_gradient_bytes=pending_gradient_bytes(self._parameters),
             budget_bytes=self.budget_bytes,
             reserve=self.settings.reserve,

@@ -88,10 +88,11 @@ class SessionStep:
         """Opens the step again under a plan; None for the one it had."""
         session = self._session
         step = session._close_step()
-        request = session._request(step.shape)
+        before = session.probe.snapshot()
+        request = session._request(step.shape, before.allocated_bytes)
         request = replace(request, actions=session.plan.actions if actions is None else actions)
         decision = control.plan_step(session._costs, request)
-        session._open_step(step.shape, decision, armed=True)
+        session._open_step(step.shape, decision, before, armed=True)
 
     def stop_report(
         self, attempts: Sequence[FailedAttempt], obstacle: str | None, num_torn: int
@@ -100,7 +101,7 @@ class SessionStep:
         session = self._session
         assert session._step is not None
         shape = session._step.shape
-        request = session._request(shape)
+        request = session._request(shape, session.probe.allocated_bytes())
         working = session._costs.working_set(shape.tokens)
         head_is_peak = working is not None and working.head_bytes > working.unit_bytes
         return StopReport(

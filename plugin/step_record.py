@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,8 @@ class StepRecord:
     """Highest bytes in use read."""
 
     peak_source: str
-    """Where memory was read: `op ends` (exact but for workspaces) or `unit ends`."""
+    """Where memory was read: `op ends` (exact but for workspaces), `unit ends`, or, where far more
+    than was expected would have fit, the `start of backward`."""
 
     budget_bytes: int | None
     """Bytes that may be in use; None without a limit."""
@@ -78,4 +78,5 @@ class StepRecord:
 
     def to_event(self) -> dict[str, Any]:
         """Returns the step as an event of the journal, in plain types."""
-        return {"event": "step", **dataclasses.asdict(self)}
+        before, after = dict(vars(self.before)), dict(vars(self.after))
+        return {"event": "step", **vars(self), "before": before, "after": after}

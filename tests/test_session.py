@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import rematic
-from rematic.memory import SimulatedProbe
+from rematic.memory import MemorySnapshot, SimulatedProbe
 from tests.activations.blocks import make_input, make_model
 from tests.events import Events
 
@@ -146,8 +144,8 @@ def test_without_a_probe_that_can_tell_units_run_on_the_heaviest_policy() -> Non
         def allocated_bytes(self) -> None:
             return None
 
-        def snapshot(self) -> Any:
-            return SimulatedProbe().snapshot()
+        def snapshot(self) -> MemorySnapshot:
+            return MemorySnapshot()
 
     model = make_model()
     session = rematic.attach(model, budget="1GiB", probe=Blind(), policy="planned")

@@ -128,6 +128,8 @@ class Training:
             self.probe.budget_bytes = budget_bytes
         self.losses: list[torch.Tensor] = []
         self.peaks: list[int] = []
+        self.surprise_bytes = 0
+        """Bytes that every step holds beside its own."""
 
     def train(self, lengths: list[int]) -> Outcome:
         generator = torch.Generator().manual_seed(3)
@@ -150,8 +152,10 @@ class Training:
 
     def _step(self, ids: torch.Tensor) -> torch.Tensor:
         def forward_and_backward(batch: torch.Tensor) -> torch.Tensor:
+            beside = torch.empty(self.surprise_bytes, dtype=torch.uint8)
             loss = self.model(input_ids=batch, labels=batch).loss
             loss.backward()
+            del beside
             return loss.detach()
 
         if self.session is None:
@@ -272,6 +276,26 @@ def test_never_means_that_no_op_is_run_again(op_retry: Any, recovers: bool) -> N
     with caught:
         run(failing)
     assert failing.num_ooms == 1
+
+
+def test_with_room_to_spare_memory_is_read_once_until_a_step_surprises() -> None:
+    training = Training(1 << 30, policy="planned")
+    assert training.session is not None
+    training.train([32, 32])
+    training.surprise_bytes = training.records[-1]["peak_bytes"]
+    training.train([32])
+    training.surprise_bytes = 0
+    training.train([32, 32])
+    sources = [record["peak_source"] for record in training.records]
+    assert sources == [
+        "op ends",
+        "start of backward",
+        "start of backward",  # the surprise
+        "unit ends",
+        "start of backward",
+    ]
+    peaks = [record["peak_bytes"] for record in training.records]
+    assert peaks[2] > 1.5 * peaks[1]
 
 
 def test_the_journal_tells_the_run(plain: tuple[Outcome, int], recomputed: int) -> None:

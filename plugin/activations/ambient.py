@@ -3,43 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from rematic.activations import torch_private
 from rematic.activations.host_generators import HostGenerator
 from rematic.activations.kept_values import same_contents
+from rematic.activations.torch_private import unwrapped
 
 # Each switch is (read, write). Read in forward, written for the replay where it differs.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (
+        unwrapped(torch.backends.cuda.flash_sdp_enabled, "_get_flash_sdp_enabled"),
+        torch.backends.cuda.enable_flash_sdp,
+    ),
+    (
+        unwrapped(torch.backends.cuda.mem_efficient_sdp_enabled, "_get_mem_efficient_sdp_enabled"),
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    (
+        unwrapped(torch.backends.cuda.math_sdp_enabled, "_get_math_sdp_enabled"),
+        torch.backends.cuda.enable_math_sdp,
+    ),
+    (
+        unwrapped(torch.backends.cuda.cudnn_sdp_enabled, "_get_cudnn_sdp_enabled"),
+        torch.backends.cuda.enable_cudnn_sdp,
+    ),
     (torch_private.sdpa_priority_order, torch_private.set_sdpa_priority_order),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        unwrapped(torch.get_float32_matmul_precision, "_get_float32_matmul_precision"),
+        torch.set_float32_matmul_precision,
+    ),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
+        unwrapped(torch.are_deterministic_algorithms_enabled, "_get_deterministic_algorithms"),
+        lambda enabled: torch.use_deterministic_algorithms(
+            enabled, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
         ),
-        lambda state: torch.use_deterministic_algorithms(state[0], warn_only=state[1]),
+    ),
+    (
+        unwrapped(
+            torch.is_deterministic_algorithms_warn_only_enabled,
+            "_get_deterministic_algorithms_warn_only",
+        ),
+        lambda warn_only: torch.use_deterministic_algorithms(
+            torch.are_deterministic_algorithms_enabled(), warn_only=warn_only
+        ),
     ),
 )
+_AUTOCAST_CACHE = 7
+"""Where the switch of autocast's cache stands."""
 
+_READERS = tuple(read for read, _ in _SWITCHES)
 
 Generator: TypeAlias = torch.Generator | HostGenerator
 """What draws random numbers and can be put back."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AmbientState:
-    """What a forward saw around it, so that its replay sees the same."""
+class AmbientState(NamedTuple):
+    """What a forward saw around it, so that its replay sees the same.
+
+    (A named tuple: one is made for every call of a unit.)
+    """
 
     cpu_generator: torch.Tensor
     """State of the CPU generator."""
@@ -65,23 +94,31 @@ def capture_ambient(
     devices: tuple[torch.device, ...], generators: tuple[Generator, ...] = ()
 ) -> AmbientState:
     """Reads the state around a call whose tensors live on `devices`, and that of `generators`."""
-    types = {"cpu", *(device.type for device in devices)}
     return AmbientState(
         cpu_generator=torch.get_rng_state(),
         device_generators=tuple(
-            (device, _device_module(device).get_rng_state(device))
-            for device in devices
-            if _has_generator(device)
+            [
+                (device, _device_module(device).get_rng_state(device))
+                for device in devices
+                if _has_generator(device)
+            ]
         ),
-        own_generators=tuple((generator, generator.get_state()) for generator in generators),
+        own_generators=tuple([(generator, generator.get_state()) for generator in generators]),
         autocast=tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted(types)
-            if torch.amp.is_autocast_available(kind)
+            [
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _autocast_types(devices)
+            ]
         ),
         default_device=torch_private.default_device_override(),
-        switches=tuple(read() for read, _ in _SWITCHES),
+        switches=tuple([read() for read in _READERS]),
     )
+
+
+@functools.cache
+def _autocast_types(devices: tuple[torch.device, ...]) -> tuple[str, ...]:
+    types = {"cpu", *(device.type for device in devices)}
+    return tuple(kind for kind in sorted(types) if torch.amp.is_autocast_available(kind))
 
 
 def restore_generators(state: AmbientState) -> None:
@@ -116,7 +153,7 @@ def applied(state: AmbientState) -> Iterator[None]:
         for kind, enabled, dtype in state.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         # autocast(enabled=...) above sets the cache flag as well: the recorded one wins
-        torch.set_autocast_cache_enabled(state.switches[7])
+        torch.set_autocast_cache_enabled(state.switches[_AUTOCAST_CACHE])
         if state.default_device != before.default_device:
             stack.enter_context(torch.device(state.default_device or "cpu"))
         restore_generators(state)

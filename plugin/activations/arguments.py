@@ -43,29 +43,42 @@ class Argument:
         return self._alias is not None and version_of(self._alias) != self.version
 
 
+_LEAVES = (torch.Tensor, torch.Generator)
+
+
 class CallArguments:
     """The arguments of one call, their containers rebuilt and their tensors aliased."""
 
-    __slots__ = ("_arguments", "args", "kwargs")
+    __slots__ = ("_arguments", "_distinct", "args", "generators", "kwargs")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen: dict[int, Argument] = {}
 
-        def alias(tensor: torch.Tensor) -> Argument:
+        def alias(leaf: torch.Tensor | torch.Generator) -> Argument | torch.Generator:
+            if isinstance(leaf, torch.Generator):
+                self.generators.append(leaf)
+                return leaf
             # one alias per tensor: a tensor passed twice is the same tensor in the replay too
-            argument = seen.get(id(tensor))
+            argument = seen.get(id(leaf))
             if argument is None:
-                argument = seen[id(tensor)] = Argument(tensor)
+                argument = seen[id(leaf)] = Argument(leaf)
             self._arguments.append(argument)
             return argument
 
         self._arguments: list[Argument] = []
-        self.args = map_leaves(alias, args)
-        self.kwargs = map_leaves(alias, kwargs)
+        self.generators: list[torch.Generator] = []
+        """Generators among the arguments."""
+        self.args = map_leaves(alias, args, leaf=_LEAVES)
+        self.kwargs = map_leaves(alias, kwargs, leaf=_LEAVES)
+        self._distinct = tuple(seen.values())
 
     def tensors(self) -> list[Argument]:
         """Returns the tensor arguments in order, repeated ones as often as they occur."""
         return self._arguments
+
+    def aliases(self) -> list[torch.Tensor]:
+        """Returns the tensors of the arguments, each once, while none has moved."""
+        return [a._alias for a in self._distinct if a._alias is not None]
 
     def mutated_positions(self) -> list[int]:
         """Returns the positions, among the tensor arguments, of those changed in place."""

@@ -20,10 +20,7 @@ from rematic.activations.kept_values import (
     is_plain_object,
     without_graph,
 )
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-"""Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
+from rematic.activations.module_walk import OF_EVERY_MODULE, PLAIN, ModuleWalk
 
 
 @dataclass(slots=True)
@@ -91,8 +88,16 @@ class ModuleState:
         "tensor_states",
     )
 
-    def __init__(self, module: nn.Module, mutable: frozenset[str] | None) -> None:
-        """Reads the state; `mutable` None means that every tensor and object may change."""
+    def __init__(
+        self, module: nn.Module, mutable: frozenset[str] | None, walk: ModuleWalk | None = None
+    ) -> None:
+        """Reads the state.
+
+        Args:
+            module: The unit.
+            mutable: Names of the tensors and objects that forward changes; None: all of them may.
+            walk: What was remembered of its modules in the call before.
+        """
         self._all_may_change = mutable is None
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.children: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]] = []
@@ -107,11 +112,14 @@ class ModuleState:
         ]
         self._host_states = [(g, g.get_state()) for g in HOST_GENERATORS if mutable is None]
         self.parameters: list[ParameterState] = []
-        for path, part in module.named_modules():
-            prefix = f"{path}." if path else ""
-            self._read_attributes(part, prefix, mutable)
-            if part._modules:
-                self.children.append((part._modules, dict(part._modules)))
+        for known, part in (walk or ModuleWalk()).through(module, mutable):
+            prefix = known.prefix
+            if known.plain is not None:
+                self.attributes.append((part, known.plain.values))
+            else:
+                self._read_attributes(part, prefix, mutable)
+            if known.children:
+                self.children.append((part._modules, known.children))
             for name, buffer in part._buffers.items():
                 self.tensor_states.append(
                     _tensor_state(part._buffers, name, prefix + name, buffer, mutable)
@@ -125,10 +133,10 @@ class ModuleState:
     ) -> None:
         values = part.__dict__
         plain: dict[str, Any] = {"training": part.training}
-        for name in values.keys() - _OF_EVERY_MODULE:
+        for name in values.keys() - OF_EVERY_MODULE:
             value = values[name]
             kind = type(value)
-            if kind in _PLAIN:
+            if kind in PLAIN:
                 plain[name] = value
             elif kind in CONTAINERS:
                 self.containers.append(ContainerState(values, name, copied(value)))
@@ -263,7 +271,10 @@ class ModuleState:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Returns autograd's in-place counter, -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # asking first would take as long again, for every saved tensor
+        return -1
 
 
 def restore_plain(module: nn.Module, values: dict[str, Any]) -> None:

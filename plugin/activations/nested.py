@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 # Arguments of a module are whatever its author passes; only containers and tensors are looked at.
 Nested = Any
 T = TypeVar("T")
+Leaf: TypeAlias = type | tuple[type, ...]
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""What most arguments are that are no tensors: looked at no further."""
 
 
-def map_leaves(fn: Callable[[Any], Nested], value: T, *, leaf: type = torch.Tensor) -> T:
+def map_leaves(fn: Callable[[Any], Nested], value: T, *, leaf: Leaf = torch.Tensor) -> T:
     """Returns `value` with `fn` applied to every `leaf` and every container built anew.
 
     Tuples, named tuples, lists, dictionaries (subclasses too) and dataclass instances are entered;
@@ -23,10 +26,12 @@ def map_leaves(fn: Callable[[Any], Nested], value: T, *, leaf: type = torch.Tens
     return _map(fn, value, leaf)  # type: ignore[no-any-return]
 
 
-def iter_leaves(value: Nested, *, leaf: type = torch.Tensor) -> Iterator[Any]:
+def iter_leaves(value: Nested, *, leaf: Leaf = torch.Tensor) -> Iterator[Any]:
     """Yields every `leaf` inside `value`, in the order in which `map_leaves` meets them."""
     if isinstance(value, leaf):
         yield value
+    elif type(value) in _ATOMS:
+        return
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from iter_leaves(item, leaf=leaf)
@@ -38,9 +43,11 @@ def iter_leaves(value: Nested, *, leaf: type = torch.Tensor) -> Iterator[Any]:
             yield from iter_leaves(getattr(value, field.name, None), leaf=leaf)
 
 
-def _map(fn: Callable[[Any], Nested], value: Nested, leaf: type) -> Nested:
+def _map(fn: Callable[[Any], Nested], value: Nested, leaf: Leaf) -> Nested:
     if isinstance(value, leaf):
         return fn(value)
+    if type(value) in _ATOMS:
+        return value
     if isinstance(value, tuple):
         return _mapped_tuple(fn, value, leaf)
     if isinstance(value, list):
@@ -58,7 +65,7 @@ def _map(fn: Callable[[Any], Nested], value: Nested, leaf: type) -> Nested:
 
 
 def _mapped_tuple(
-    fn: Callable[[Any], Nested], value: tuple[Nested, ...], leaf: type
+    fn: Callable[[Any], Nested], value: tuple[Nested, ...], leaf: Leaf
 ) -> tuple[Nested, ...]:
     if type(value) is tuple:
         return tuple(_map(fn, item, leaf) for item in value)
@@ -69,7 +76,7 @@ def _mapped_tuple(
     return value  # torch.Size and the like hold no tensors; their constructors are unknown
 
 
-def _mapped_mapping(fn: Callable[[Any], Nested], value: Mapping[Any, Nested], leaf: type) -> Nested:
+def _mapped_mapping(fn: Callable[[Any], Nested], value: Mapping[Any, Nested], leaf: Leaf) -> Nested:
     items = {key: _map(fn, item, leaf) for key, item in value.items()}
     if type(value) is dict:
         return items
@@ -82,7 +89,7 @@ def _mapped_mapping(fn: Callable[[Any], Nested], value: Mapping[Any, Nested], le
     return rebuilt
 
 
-def _mapped_dataclass(fn: Callable[[Any], Nested], value: Nested, leaf: type) -> Nested:
+def _mapped_dataclass(fn: Callable[[Any], Nested], value: Nested, leaf: Leaf) -> Nested:
     rebuilt = copy.copy(value)
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):
@@ -116,6 +123,8 @@ class ContainerContents:
 
     def _read(self, value: Nested) -> None:
         inside: Iterable[Nested] = ()
+        if type(value) in _ATOMS or isinstance(value, torch.Tensor):
+            return
         if isinstance(value, list):
             inside = list(value)
             self._contents.append((value, inside))

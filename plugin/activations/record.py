@@ -18,7 +18,6 @@ from rematic.activations import torch_private
 from rematic.activations.ambient import capture_ambient
 from rematic.activations.arguments import Argument, CallArguments
 from rematic.activations.module_state import ModuleState, version_of
-from rematic.activations.nested import iter_leaves
 from rematic.activations.observers import Observers
 from rematic.activations.selective import SelectiveCache
 from rematic.stash import Handle, Stash
@@ -139,10 +138,9 @@ class Record:
         self._metadata: list[SlotMetadata | None] = []
         self.module_state = module_state
         self.arguments = CallArguments(*call)
-        tensors = [argument.tensor() for argument in self.arguments.tensors()]
-        tensors += module_state.tensors()
-        self.external_keys = _storage_keys(tensors)
-        generators = (*module_state.generators, *iter_leaves(call, leaf=torch.Generator))
+        tensors = [*self.arguments.aliases(), *module_state.tensors()]
+        self.external_keys = frozenset(map(torch_private.storage_key, tensors))
+        generators = (*module_state.generators, *self.arguments.generators)
         self.ambient = capture_ambient(_accelerators(tensors), generators)
 
     def pack(self, tensor: torch.Tensor) -> Holder:
@@ -152,7 +150,8 @@ class Record:
         holder = Holder()
         holder.record = self
         holder.index = len(self.holders)
-        holder.external = external = torch_private.storage_key(tensor) in self.external_keys
+        key = torch_private.storage_key(tensor)
+        holder.external = external = key is not None and key in self.external_keys
         holder.version = version_of(tensor)
         holder.handle = None
         if external or self.held:
@@ -298,11 +297,6 @@ class Record:
             yield from self.cache.tensors()
 
 
-def _storage_keys(tensors: list[torch.Tensor]) -> frozenset[int]:
-    keys = (torch_private.storage_key(tensor) for tensor in tensors)
-    return frozenset(key for key in keys if key is not None)
-
-
 def _accelerators(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:
-    devices = {tensor.device for tensor in tensors}
-    return tuple(sorted((d for d in devices if d.type != "cpu"), key=str))
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    return tuple(sorted(devices, key=str)) if devices else ()

@@ -17,8 +17,9 @@ Phase: TypeAlias = Literal["unit", "head", "backward"]
 class StepMeter:
     """Highest readings of one step.
 
-    Unwatched, memory is read at the ends of units. Watched, it is read after every op as well, and
-    the working set of forward and of backward is told apart from what the records hold.
+    Unwatched, memory is read where it is asked to, at the ends of units. Watched, it is read after
+    every op as well, and the working set of forward and of backward is told apart from what the
+    records hold.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class StepMeter:
         allocated_bytes: Callable[[], int | None],
         ledger: Ledger,
         *,
+        before_bytes: int | None,
         gradient_bytes: Callable[[], int],
         watched: bool,
     ) -> None:
@@ -37,7 +39,7 @@ class StepMeter:
         self._gradients_before = gradient_bytes() if watched else 0
         self._gradients_since = 0
         self._in_backward = False
-        self.before_bytes = allocated_bytes()
+        self.before_bytes = before_bytes
         """Bytes in use before the step, None if the probe cannot tell."""
         self.peak_bytes = self.before_bytes
         """Highest reading of the step."""

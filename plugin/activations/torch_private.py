@@ -8,14 +8,29 @@ every dispatch mode speaks of in spite of its underscore (`_version`, `_schema`,
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 _HAS_CUDA = bool(torch.version.cuda or torch.version.hip)
+
+T = TypeVar("T")
+_peek_transforms = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def unwrapped(read: Callable[[], T], name: str) -> Callable[[], T]:
+    """Returns what a public function without arguments calls inside torch, or the function itself.
+
+    The wrappers are Python; a dozen of them around every call of a unit add up.
+    """
+    inner: Callable[[], T] = getattr(torch._C, name, read)
+    return inner
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -27,9 +42,15 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Returns the identity of a tensor's storage while it is alive, or None where it has none."""
-    storage = storage_of(tensor)
-    return None if storage is None else key_of_storage(storage)
+    """Returns the identity of a tensor's storage while it is alive, or None where it has none.
+
+    (In one call and not by way of `storage_of`: it is asked of every saved tensor.)
+    """
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
+    return key
 
 
 def key_of_storage(storage: torch.UntypedStorage) -> int:
@@ -43,13 +64,12 @@ def key_of_storage(storage: torch.UntypedStorage) -> int:
 
 def inside_function_transform() -> bool:
     """Returns whether a `torch.func` transform is running, which refuses saved-tensor hooks."""
-    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None
+    return _peek_transforms is not None and _peek_transforms() is not None
 
 
 def inside_forward_ad() -> bool:
     """Returns whether a level of forward-mode differentiation is open."""
-    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def is_capturing_graph() -> bool:
@@ -61,14 +81,13 @@ def is_capturing_graph() -> bool:
 
 def parametrizations_are_cached() -> bool:
     """Returns whether `torch.nn.utils.parametrize.cached()` is open."""
-    return getattr(torch.nn.utils.parametrize, "_cache_enabled", 0) > 0
+    return getattr(parametrize, "_cache_enabled", 0) > 0
 
 
 def has_outer_saved_tensor_hooks() -> bool:
     """Returns whether somebody else's default saved-tensor hooks are active (`save_on_cpu`)."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     # True: do not skip hooks which the tracer has put aside.
-    return top is not None and top(True) is not None
+    return _top_hooks is not None and _top_hooks(True) is not None
 
 
 def sdpa_priority_order() -> list[int] | None:

@@ -11,7 +11,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from rematic.activations.hidden_stash import HiddenStash, find_hidden_stash
 from rematic.activations.key_value_cache import without_empty_caches
 from rematic.activations.ledger import Ledger, Verdict
 from rematic.activations.module_state import ModuleState
+from rematic.activations.module_walk import ModuleWalk
 from rematic.activations.nested import ContainerContents
 from rematic.activations.notices import Notice
 from rematic.activations.observers import Observers
@@ -79,6 +80,7 @@ class Unit:
         self.routing: Routing | None = None
         """Its routers, whose decisions replays keep; None if it has none."""
         self._observers = Observers()
+        self._walk = ModuleWalk()
         self._module = weakref.ref(module)
         # Names of the tensors and objects that forward changes, in training and in evaluation.
         self._mutable: dict[bool, frozenset[str]] = {}
@@ -159,12 +161,13 @@ class Unit:
         body = self.original if self.tiling is None else self.tiling.body(self.original)
         if self.routing is not None:
             body = RoutedBody(body, self.routing, self.ledger.unpack)
+        module = self.module
         record = Record(
             body,
             call,
             name=self.name,
             position=self.position,
-            module_state=ModuleState(self.module, self._mutable.get(self.module.training)),
+            module_state=ModuleState(module, self._mutable.get(module.training), self._walk),
             held=held or filled_cache or self.pinned is not None,
             cache=self._cache(),
             observers=self._observers,
@@ -193,14 +196,27 @@ class Unit:
         self.num_forwards += 1
         start = time.perf_counter()
         hooks = saved_tensors_hooks(record.pack, self.ledger.unpack)
-        cache = contextlib.nullcontext() if record.cache is None else record.cache.recording()
-        watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._is_first_call:
-            watching = self._observers.watching(record.module_state.inner_modules())
-        with recording(), hooks, cache, watching:
-            output = record.forward(*args, **kwargs)
+        _state.recording = True
+        try:
+            if record.cache is None and not self._is_first_call:
+                with hooks:
+                    output = record.forward(*args, **kwargs)
+            else:
+                with hooks, self._further_contexts(record):
+                    output = record.forward(*args, **kwargs)
+        finally:
+            _state.recording = False
         record.forward_seconds = time.perf_counter() - start
         return output
+
+    def _further_contexts(self, record: Record) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        if record.cache is not None:
+            stack.enter_context(record.cache.recording())
+        if self._is_first_call:
+            modules = record.module_state.inner_modules()
+            stack.enter_context(self._observers.watching(modules))
+        return stack
 
     def _close(self, record: Record) -> None:
         first = self._is_first_call
@@ -384,16 +400,6 @@ class UnitForward:
         if self._previous is not None:
             return _same, (self._previous,)
         return getattr, (self._module(), "forward")
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Marks that a unit's forward runs in this thread."""
-    _state.recording = True
-    try:
-        yield
-    finally:
-        _state.recording = False
 
 
 def is_recording() -> bool:

@@ -44,6 +44,11 @@ class Curve:
         upper = bisect.bisect_left(self.points, (tokens, -1))
         return _on_line(self.points[upper - 1], self.points[upper], tokens)
 
+    def measured(self, tokens: int) -> bool:
+        """Returns whether a length as good as this one was measured itself."""
+        bucket = _bucket(tokens)
+        return any(_bucket(point[0]) == bucket for point in self.points)
+
     def covers(self, tokens: int) -> bool:
         """Returns whether some measurement was at least nearly as long."""
         return bool(self.points) and _bucket(tokens) <= _bucket(self.points[-1][0])

@@ -14,6 +14,9 @@ from rematic.policy import Action, Keep, Plan, Recompute, Selective
 RISKY_SHARE = 0.9
 """A step predicted to use more than this share of the budget is armed for retry at the op."""
 
+ROOMY_FACTOR = 2
+"""A step is roomy if so many times what it is expected to take would fit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
@@ -38,6 +41,9 @@ class Costs:
 
     margin_bytes: int = 0
     """Bytes by which plans fell short lately; they stay free on top of the reserve."""
+
+    surprised: bool = False
+    """Whether the last step used more than was predicted: the next one is looked at closely."""
 
     def kept_curve(self, unit_class: str) -> Curve:
         """Returns what is known of a class of units."""
@@ -140,6 +146,10 @@ class StepDecision:
     watched: bool
     """Whether memory is read after every op, to learn the working set."""
 
+    roomy: bool
+    """Whether far more than the step is expected to take would fit: memory is then read when
+    backward begins only, and not after each unit."""
+
     reason: str
     """The rule that decided, with its numbers."""
 
@@ -168,7 +178,22 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
         needed_after_bytes=_needed_after(costs, request, plan, working),
         armed=risky,
         watched=limit is not None and not known,
+        roomy=limit is None or (known and _is_roomy(costs, request, plan, peak, limit)),
         reason=reason,
+    )
+
+
+def _is_roomy(
+    costs: Costs, request: StepRequest, plan: Plan, peak: int | None, limit_bytes: int
+) -> bool:
+    """Returns whether there is room to spare, and what each class keeps at this length is known."""
+    if peak is None or request.in_use_bytes is None or costs.surprised:
+        return False
+    pairs = zip(request.unit_classes, plan.actions, strict=True)
+    keys = {kept_key(name, a.name) for name, a in pairs if isinstance(a, (Keep, Selective))}
+    expected = peak - request.in_use_bytes
+    return request.in_use_bytes + ROOMY_FACTOR * expected <= limit_bytes and all(
+        costs.kept_curve(key).measured(request.tokens) for key in keys
     )
 
 
@@ -197,6 +222,9 @@ class StepOutcome:
     missing_bytes: int
     """Bytes by which a plan made from measured costs fell short, made up for by evicting."""
 
+    surprising: bool = False
+    """Whether the step used more than was predicted for it."""
+
 
 def learn(costs: Costs, outcome: StepOutcome) -> Costs:
     """Returns the costs with one more step taken into account."""
@@ -217,6 +245,7 @@ def learn(costs: Costs, outcome: StepOutcome) -> Costs:
         ),
         longest=max(costs.longest, outcome.length) if watched else costs.longest,
         margin_bytes=margin,
+        surprised=outcome.surprising,
     )
 
 

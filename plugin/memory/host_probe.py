@@ -57,22 +57,16 @@ class HostProbe:
 
     def allocated_bytes(self) -> int | None:
         """Returns the bytes in use now; 6 to 25 us in a process that trains."""
-        in_use = self._in_use()
-        if in_use is None:
-            return None
-        allocated = max(0, in_use - self.overhead_bytes)
-        if self._peak_bytes is None or allocated > self._peak_bytes:
-            self._peak_bytes = allocated
-        return allocated
+        return self._noted(self._in_use())
 
     def resident_bytes(self) -> int | None:
         """Returns the bytes of the whole process in physical memory, nothing taken off."""
         return self._files.resident_bytes() or _psutil_resident_bytes()
 
     def snapshot(self) -> MemorySnapshot:
-        """Returns everything that can be known now; about 0.07 ms."""
-        allocated = self.allocated_bytes()
+        """Returns everything that can be known now; about 0.1 ms in a process that trains."""
         heap = glibc.read_heap()
+        allocated = self._noted(self._in_use() if heap is None else heap.in_use_bytes)
         return MemorySnapshot(
             allocated_bytes=allocated,
             reserved_bytes=max(0, heap.held_bytes - self.overhead_bytes) if heap else None,
@@ -81,8 +75,18 @@ class HostProbe:
             inactive_split_bytes=heap.free_bytes - heap.top_bytes if heap else None,
         )
 
+    def _noted(self, in_use: int | None) -> int | None:
+        """Returns the bytes in use without the overhead, and remembers the highest."""
+        if in_use is None:
+            return None
+        allocated = max(0, in_use - self.overhead_bytes)
+        if self._peak_bytes is None or allocated > self._peak_bytes:
+            self._peak_bytes = allocated
+        return allocated
+
     def _found_capacity_bytes(self, heap: glibc.HeapStatistics | None) -> int | None:
-        resident, data = self.resident_bytes() or 0, self._files.data_bytes() or 0
+        resident, data = self._files.process_bytes()
+        resident, data = resident or _psutil_resident_bytes() or 0, data or 0
         # What counts against a limit beside the blocks that the heap has handed out.
         beside_resident = max(0, resident - heap.held_bytes) if heap else 0
         beside_data = max(0, data - heap.held_bytes) if heap else 0

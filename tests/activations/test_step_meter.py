@@ -34,6 +34,7 @@ def _measured(
         meter = StepMeter(
             probe.allocated_bytes,
             engine.ledger,
+            before_bytes=probe.allocated_bytes(),
             gradient_bytes=lambda: sum(4 * p.numel() for p in parameters if p.grad is not None),
             watched=watched,
         )
@@ -131,7 +132,9 @@ def test_a_probe_that_cannot_tell_leaves_everything_unknown() -> None:
     model = make_model()
     engine = Engine(model)
     read: Callable[[], None] = lambda: None  # noqa: E731
-    meter = StepMeter(read, engine.ledger, gradient_bytes=lambda: 0, watched=True)
+    meter = StepMeter(
+        read, engine.ledger, before_bytes=None, gradient_bytes=lambda: 0, watched=True
+    )
     engine.ledger.after_forward = meter.at_unit_end
     engine.ledger.at_backward = meter.at_backward
     model(make_input()).backward()

@@ -170,6 +170,40 @@ def test_a_step_that_is_not_known_to_fit_is_armed(
     assert (decision.armed, decision.watched) == (armed, watched)
 
 
+# Everything kept needs max(10 x 3 + 14, 10 x 4 + 5) = 45 KiB beside the 100 in use: twice of it
+# fits from 190 KiB on.
+@pytest.mark.parametrize(
+    ("costs", "changes", "expected"),
+    [
+        pytest.param(KNOWN, {"budget_bytes": 190 * KIB}, True, id="twice of it fits"),
+        pytest.param(KNOWN, {"budget_bytes": 190 * KIB - 1}, False, id="not quite"),
+        pytest.param(KNOWN, {"budget_bytes": None}, True, id="no limit"),
+        pytest.param(KNOWN, {"budget_bytes": 2**40, "tokens": 50}, False, id="a new length"),
+        pytest.param(
+            KNOWN, {"budget_bytes": 2**40, "tokens": 50, "actions": (R,) * 4}, True, id="none kept"
+        ),
+        pytest.param(Costs(), {"budget_bytes": 2**40}, False, id="nothing known"),
+        pytest.param(
+            dataclasses.replace(KNOWN, surprised=True),
+            {"budget_bytes": 2**40},
+            False,
+            id="after a surprise",
+        ),
+    ],
+)
+def test_a_step_with_room_to_spare_is_roomy(
+    costs: Costs, changes: dict[str, Any], expected: bool
+) -> None:
+    assert plan_step(costs, _request(**changes)).roomy is expected
+
+
+@pytest.mark.parametrize("surprising", [False, True])
+def test_a_surprise_is_remembered_until_the_next_step(surprising: bool) -> None:
+    before = dataclasses.replace(KNOWN, surprised=not surprising)
+    outcome = _outcome(surprising=surprising)
+    assert learn(before, outcome).surprised is surprising
+
+
 def test_gradients_that_will_appear_are_part_of_the_prediction() -> None:
     decision = plan_step(KNOWN, _request(pending_gradient_bytes=60 * KIB))
     assert decision.predicted_peak_bytes == (100 + 60 + 14) * KIB

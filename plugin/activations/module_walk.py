@@ -1,0 +1,129 @@
+"""The modules inside a unit and their plain attributes, remembered from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematic.activations.kept_values import CONTAINERS
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+"""Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
+
+_STATE = (int, float, str, torch.Tensor, torch.Generator, *CONTAINERS)
+"""Types that are kept by their value or copied, and those derived from them."""
+
+PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of attributes that are kept by their value."""
+
+
+@dataclass(slots=True)
+class PlainAttributes:
+    """The attributes of a module that has numbers, strings, flags and None, and no state beside.
+
+    Kept from the last call while each is the very same object: equality would not do, as 0.0 equals
+    -0.0.
+    """
+
+    names: frozenset[str]
+    """Every name in the module's `__dict__`."""
+
+    values: dict[str, Any]
+    """Those that are its own and plain, and `training`."""
+
+    others: dict[str, type]
+    """Types of those that are neither plain nor state: functions, configurations."""
+
+    def stand(self, present: dict[str, Any]) -> bool:
+        """Returns whether a module's `__dict__` still holds these and no others."""
+        values, others, at = self.values, self.others, present.__getitem__
+        return (
+            present.keys() == self.names
+            and all(map(is_, map(at, values), values.values()))
+            and all(map(is_, map(type, map(at, others)), others.values()))
+        )
+
+
+@dataclass(slots=True)
+class Part:
+    """One module of a unit."""
+
+    prefix: str
+    """Its qualified name inside the unit, with a dot where something can follow."""
+
+    module: nn.Module | None
+    """The module; None for the unit itself, which is not kept alive."""
+
+    children: dict[str, nn.Module | None]
+    """Its children when they were last looked at."""
+
+    plain: PlainAttributes | None = None
+    """Its attributes, if none is state to be copied."""
+
+
+class ModuleWalk:
+    """Walks a unit's modules as `named_modules` does, and remembers the way.
+
+    It is walked anew as soon as any module has other children than before, or other objects change.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._objects: frozenset[str] | None = None
+
+    def through(
+        self, root: nn.Module, objects: frozenset[str] | None
+    ) -> Iterator[tuple[Part, nn.Module]]:
+        """Yields each module with what is remembered of it.
+
+        Args:
+            root: The unit.
+            objects: Full names of the objects whose attributes change; None: all of them may.
+        """
+        if objects is None or objects != self._objects or not self._stands(root):
+            self._objects = objects
+            self._parts = [
+                Part(
+                    f"{path}." if path else "", None if part is root else part, dict(part._modules)
+                )
+                for path, part in root.named_modules()
+            ]
+        for part in self._parts:
+            module = root if part.module is None else part.module
+            if part.plain is None or not part.plain.stand(module.__dict__):
+                part.plain = plain_attributes(module.__dict__, prefix=part.prefix, objects=objects)
+            yield part, module
+
+    def _stands(self, root: nn.Module) -> bool:
+        for part in self._parts:
+            children = (root if part.module is None else part.module)._modules
+            if children != part.children:
+                return False
+        return bool(self._parts)
+
+
+def plain_attributes(
+    present: dict[str, Any], *, prefix: str, objects: frozenset[str] | None
+) -> PlainAttributes | None:
+    """Reads the attributes of a module from its `__dict__`; None if some are state to be copied.
+
+    Args:
+        present: The `__dict__`.
+        prefix: What stands before the names of the attributes in `objects`.
+        objects: Full names of the objects whose attributes change; None: all of them may.
+    """
+    values, others = {"training": present["training"]}, {}
+    for name in present.keys() - OF_EVERY_MODULE:
+        kind = type(present[name])
+        if kind in PLAIN:
+            values[name] = present[name]
+        elif objects is None or prefix + name in objects or issubclass(kind, _STATE):
+            return None
+        else:
+            others[name] = kind
+    return PlainAttributes(frozenset(present), values, others)
