@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from rematic.activations import torch_private
+from rematic.activations.compiled import refuse_compiled_around
 from rematic.activations.ledger import Ledger
 from rematic.activations.notices import Notice
 from rematic.activations.other_owners import OtherOwners, TakenOver
@@ -18,7 +21,7 @@ from rematic.activations.stash_places import StashPlaces
 from rematic.activations.tiling import Tiling
 from rematic.activations.unit import Unit, UnitForward
 from rematic.activations.units import find_units
-from rematic.activations.wrappers import unwrapped
+from rematic.activations.wrappers import module_at, unwrapped
 from rematic.policy import (
     DEFAULT_SAVED,
     Action,
@@ -47,6 +50,7 @@ class Engine:
         _refuse_attached(model)
         refuse_idle_patterns(model, routers)
         found = find_units(model, patterns, routers=routers)
+        refuse_compiled_around(model, [name for name, _ in found])
         self.classes = {name: type(unwrapped(module)).__name__ for name, module in found}
         trusted = {name for pattern in trust for name in match_names(pattern, self.classes)}
         self._owners = OtherOwners(model, dict(found))
@@ -55,14 +59,46 @@ class Engine:
             Unit(name, module, position=i, ledger=self.ledger)
             for i, (name, module) in enumerate(found)
         ]
+        self._model = weakref.ref(model)
+        self._routers = tuple(routers)
         for unit in self.units:
             unit.trusted = unit.name in trusted
-            inside = find_routers(unit.module, routers, prefix=f"{unit.name}.")
-            unit.routing = Routing(inside) if inside else None
+            self._bind_routers(unit)
+        torch_private.keep_compiler_out("rematic")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._places = StashPlaces(device, scratch_dir, self.ledger.tell)
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
         self._tilings: dict[tuple[str, Action], Tiling] = {}
+
+    def _bind_routers(self, unit: Unit) -> None:
+        inside = find_routers(unit.module, self._routers, prefix=f"{unit.name}.")
+        if inside and unit.is_compiled:
+            unit.note_once("its routers are compiled, so a replay may send tokens elsewhere")
+            inside = []
+        unit.routing = Routing(inside) if inside else None
+
+    def _follow_changes(self) -> None:
+        """Takes note of modules that were exchanged or compiled since the last plan."""
+        torch_private.keep_compiler_out("rematic")
+        model = self._model()
+        for unit in self.units:
+            module = None if model is None else module_at(model, unit.name)
+            if module is None or (module is unit.known_module() and not unit.is_bypassed()):
+                continue
+            same = unwrapped(module) is unit.known_module()
+            if unit.routing is not None:
+                unit.routing.remove()
+            unit.follow(module)
+            self._bind_routers(unit)
+            if not same:
+                self.classes[unit.name] = type(unwrapped(module)).__name__
+                self._selections.clear()
+                self._tilings.clear()
+            unit.note_once(
+                "it was compiled after attaching, and is managed around what was compiled"
+                if same
+                else "another module stands in its place, and is managed from now on"
+            )
 
     def tell_beginning(self) -> None:
         """Tells the journal what was taken over when the model was attached."""
@@ -76,6 +112,7 @@ class Engine:
             plan: The plan.
             unmeasured: For each unit, whether what it keeps is not known; none by default.
         """
+        self._follow_changes()
         for taken in self._owners.take_flags():
             self.ledger.tell(_of(taken))
         for unit, is_unmeasured in zip(self.units, unmeasured, strict=False):

@@ -117,7 +117,9 @@ def plain_attributes(
         prefix: What stands before the names of the attributes in `objects`.
         objects: Full names of the objects whose attributes change; None: all of them may.
     """
-    values, others = {"training": present["training"]}, {}
+    # (the wrapper that torch.compile makes has no flag of its own)
+    values = {name: present[name] for name in ("training",) if name in present}
+    others = {}
     for name in present.keys() - OF_EVERY_MODULE:
         kind = type(present[name])
         if kind in PLAIN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,18 @@ class Observers:
     def __init__(self) -> None:
         self._silent: set[int] = set()
         self._acting: set[int] = set()
+        self._around: weakref.ref[nn.Module] | None = None
+
+    def take_own_hooks(self, module: nn.Module, is_inside: bool) -> None:
+        """Takes the hooks of the unit itself for observers, if they run inside of what is replayed.
+
+        They do if its whole call was compiled. The compiler would trace whoever watched them, so
+        they are not watched: the safety check alone decides.
+        """
+        self._around = weakref.ref(module) if is_inside else None
+        if is_inside:
+            found = {n for kind in _KINDS for n in module.__dict__[kind]}
+            self._silent |= found - self._acting
 
     @contextlib.contextmanager
     def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
@@ -32,6 +45,9 @@ class Observers:
     @contextlib.contextmanager
     def silenced(self, parts: Sequence[nn.Module]) -> Iterator[None]:
         """Leaves the observers out of the forward that runs in the body."""
+        own = None if self._around is None else self._around()
+        if own is not None:
+            parts = [own, *parts]
         with _exchanged(parts, self._without_observers):
             yield
 

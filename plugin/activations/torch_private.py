@@ -7,7 +7,9 @@ every dispatch mode speaks of in spite of its underscore (`_version`, `_schema`,
 
 from __future__ import annotations
 
+import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,6 +19,14 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `module.compile()` leaves what a call of the module runs."""
+_KEPT_OUT: set[str] = set()
+_callback_of_compiler: Callable[[], Any] = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
+    "get_eval_frame_callback",
+    lambda: None,
+)
 _HAS_CUDA = bool(torch.version.cuda or torch.version.hip)
 
 T = TypeVar("T")
@@ -138,3 +148,68 @@ def composable_checkpoint_state(module: nn.Module) -> Any:  # of a class that to
     # (the public way to ask leaves an empty entry on the module)
     states = module.__dict__.get(getattr(home, "STATE_KEY", ""), {})
     return next((state for state in states.values() if hasattr(state, "enable_hook")), None)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Returns what `module.compile()` made of the module's call, None if it was not compiled."""
+    call: Callable[..., Any] | None = getattr(module, COMPILED_CALL, None)
+    return call
+
+
+def activation_memory_budget() -> float:
+    """Returns the share of activations that torch's compiler may keep, 1 for all of them."""
+    config = sys.modules.get("torch._functorch.config")
+    return float(getattr(config, "activation_memory_budget", 1.0))
+
+
+def keep_compiler_out(package: str) -> bool:
+    """Lets torch's compiler skip the code of a package: compiled regions end where it begins.
+
+    Returns:
+        Whether the compiler knows it now; it is not loaded only to be told.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    add = getattr(rules, "add", None)
+    if add is None:
+        return False
+    if package not in _KEPT_OUT:
+        _KEPT_OUT.add(package)
+        add(package)  # calls into it are not traced
+        skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", _skip_nothing)
+        for code in _codes_of(package):  # what autograd calls: `fullgraph` would complain
+            skip(code)
+    return True
+
+
+def _skip_nothing(code: types.CodeType) -> None:
+    """Stands in for what torch's compiler does not offer."""
+
+
+def inside_compiled_region() -> bool:
+    """Returns whether the compiler looks at the frames of this thread."""
+    return bool(_callback_of_compiler())
+
+
+def _codes_of(package: str) -> Iterator[types.CodeType]:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}."):
+            for value in list(vars(module).values()):
+                if getattr(value, "__module__", None) == name:
+                    yield from _codes_in(value)
+
+
+def _codes_in(value: Any) -> Iterator[types.CodeType]:
+    if isinstance(value, (staticmethod, classmethod)):
+        yield from _codes_in(value.__func__)
+    elif isinstance(value, property):
+        yield from _codes_in(value.fget)
+    elif isinstance(value, types.FunctionType):
+        waiting = [inspect.unwrap(value).__code__, value.__code__]
+        while waiting:
+            code = waiting.pop()
+            yield code
+            waiting += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    elif isinstance(value, type):
+        for member in list(vars(value).values()):
+            if not isinstance(member, type):
+                yield from _codes_in(member)

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
+from rematic.activations.compiled import is_compiled, uncompiled
 from rematic.activations.graphless import Call, Parted, joined
 from rematic.activations.hidden_stash import HiddenStash, find_hidden_stash
 from rematic.activations.key_value_cache import without_empty_caches
@@ -86,7 +87,6 @@ class Unit:
         self._mutable: dict[bool, frozenset[str]] = {}
         self._notes: set[str] = set()
         self._forward = UnitForward(self, module)
-        module.forward = self._forward
 
     @property
     def module(self) -> nn.Module:
@@ -100,11 +100,41 @@ class Unit:
         """What `forward` was before."""
         return self._forward.original
 
+    def known_module(self) -> nn.Module | None:
+        """Returns the module that it manages, None if that is gone."""
+        return self._module()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what it runs is compiled code, which modes around it do not see."""
+        return is_compiled(self.module)
+
+    def follow(self, module: nn.Module) -> None:
+        """Manages another module from now on, or the same one that was compiled meanwhile."""
+        self._forward.remove()
+        if module is not self._module():
+            self._module = weakref.ref(module)
+            self._mutable.clear()
+            self._walk = ModuleWalk()
+            self.pinned, self.graphless = None, False
+        self._forward = UnitForward(self, module)
+
+    def is_bypassed(self) -> bool:
+        """Returns whether the module was compiled after this unit had taken its place."""
+        call = torch_private.compiled_call(self.module)
+        return call is not None and call is not self._forward
+
     def restore(self) -> None:
         """Gives the module its own `forward` back."""
         self._forward.remove()
         if self.routing is not None:
             self.routing.remove()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call, in slices if that is its action."""
+        if self.tiling is not None:
+            return self.tiling.run(self, args, kwargs)
+        return self.run(args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, and again if memory runs out and evicting others helps."""
@@ -187,8 +217,11 @@ class Unit:
     def _cache(self) -> SelectiveCache | None:
         if self.selection is None or self.starts_held or self.selection.is_useless:
             return None
-        if self.graphless:
-            self.note_once("it is recomputed whole, since its graph keeps what it does not save")
+        if self.graphless or self.is_compiled:
+            reason = (
+                "it is compiled" if self.is_compiled else "its graph keeps what it does not save"
+            )
+            self.note_once(f"it is recomputed whole where it should be selective, since {reason}")
             return None
         return self.selection.open_cache()
 
@@ -214,6 +247,7 @@ class Unit:
         if record.cache is not None:
             stack.enter_context(record.cache.recording())
         if self._is_first_call:
+            self._observers.take_own_hooks(self.module, self._forward.is_around_hooks)
             modules = record.module_state.inner_modules()
             stack.enter_context(self._observers.watching(modules))
         return stack
@@ -261,7 +295,7 @@ class Unit:
                 reason = self._objection(record)
                 hooks_act = self._observers.num_silent < num_silent
                 # decisions of routers are kept as leaves: a graph made again would end at them
-                measurable = reason is None and self.routing is None
+                measurable = reason is None and self.routing is None and not self.is_compiled
                 hidden = find_hidden_stash(record) if measurable else None
                 verdicts[kind] = Verdict(objection=reason, hooks_act=hooks_act, hidden=hidden)
             except RuntimeError as error:
@@ -323,7 +357,7 @@ class Unit:
 
 
 class UnitForward:
-    """The callable that stands in for a unit's `forward`.
+    """The callable that stands in for a unit's `forward`, or for its compiled call.
 
     It knows the module weakly, so that attaching makes no new reference cycle, and it copies and
     pickles into the plain bound method: a copy of an attached model is plain.
@@ -332,10 +366,15 @@ class UnitForward:
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         self._unit = unit
         self._module = weakref.ref(module)
-        self._previous: Callable[..., Any] | None = module.__dict__.get("forward")
+        compiled = torch_private.compiled_call(module) is not None
+        self._slot = torch_private.COMPILED_CALL if compiled else "forward"
+        self._previous: Callable[..., Any] | None = module.__dict__.get(self._slot)
+        self.is_around_hooks = compiled
+        """Whether the module's own hooks run inside of it."""
         self.silent = False
         """Whether it was taken away while somebody else had wrapped it: it then does nothing."""
         functools.update_wrapper(self, type(module).forward)
+        module.__dict__[self._slot] = self
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -347,16 +386,16 @@ class UnitForward:
         module = self._module()
         if module is None:
             return
-        if module.__dict__.get("forward") is not self:
+        if module.__dict__.get(self._slot) is not self:
             _log.warning(
                 "forward of unit %r was replaced after attach; rematic's part of it now does "
                 "nothing. Detach in the reverse order of attaching to remove it.",
                 self._unit.name,
             )
         elif self._previous is None:
-            del module.__dict__["forward"]
+            del module.__dict__[self._slot]
         else:
-            module.__dict__["forward"] = self._previous
+            module.__dict__[self._slot] = self._previous
         self.silent = True
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
@@ -384,9 +423,9 @@ class UnitForward:
         if reason is not None:
             self._unit.note_once(f"not managed in this call: {reason}")
             return self.original(*args, **kwargs)
-        if self._unit.tiling is not None:
-            return self._unit.tiling.run(self._unit, args, kwargs)
-        return self._unit.run(args, kwargs)
+        if torch_private.inside_compiled_region():
+            return uncompiled(self._unit, args, kwargs)
+        return self._unit.call(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns the plain `forward` of the copy."""

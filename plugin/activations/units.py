@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from rematic.activations.routers import is_router
+from rematic.activations.wrappers import without_wrappers
 from rematic.policy import match_names
 
 
@@ -43,7 +44,9 @@ def find_units(
 def _matched(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     modules = {name: module for name, module in model.named_modules() if name}
     classes = {name: type(module).__name__ for name, module in modules.items()}
-    chosen = {name for pattern in patterns for name in match_names(pattern, classes)}
+    chosen = {
+        without_wrappers(name) for pattern in patterns for name in match_names(pattern, classes)
+    }
     return [
         (name, modules[name]) for name in modules if name in chosen and _outermost(name, chosen)
     ]

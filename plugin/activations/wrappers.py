@@ -17,3 +17,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
         if inside is not None:
             return unwrapped(inside)
     return module
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module | None:
+    """Returns the module that a qualified name leads to now, None if there is none any more."""
+    module: nn.Module | None = model
+    for part in name.split("."):
+        module = None if module is None else module._modules.get(part)
+    return module
+
+
+def without_wrappers(name: str) -> str:
+    """Returns the qualified name of the outermost wrapper of what a name leads to."""
+    while name.endswith((f".{CHECKPOINTED}", f".{COMPILED}")):
+        name = name.rpartition(".")[0]
+    return name
