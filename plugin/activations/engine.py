@@ -19,7 +19,8 @@ from rematic.activations.routing import Routing
 from rematic.activations.selective import OpSelection
 from rematic.activations.stash_places import StashPlaces
 from rematic.activations.tiling import Tiling
-from rematic.activations.unit import Unit, UnitForward
+from rematic.activations.unit import Unit
+from rematic.activations.unit_forward import UnitForward
 from rematic.activations.units import find_units
 from rematic.activations.wrappers import module_at, unwrapped
 from rematic.policy import (

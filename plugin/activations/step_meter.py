@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from rematic.activations.ledger import Ledger
 from rematic.activations.record import Record
 from rematic.activations.replay import replaying
-from rematic.activations.unit import is_recording
+from rematic.activations.unit_forward import is_recording
 
 Phase: TypeAlias = Literal["unit", "head", "backward"]
 """Inside a unit's forward, outside the units, in backward."""
