@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from rematic.activations.module_state import version_of
 from rematic.policy import OpName, parse_op_name
 
 _log = logging.getLogger("rematic")
+_DROPOUTS = frozenset({"dropout_p", "p_dropout", "dropout"})
+"""What kernels call the chance of their dropout."""
 
 
 class OpSelection:
@@ -38,12 +40,19 @@ class OpSelection:
         """Returns an empty cache for one call."""
         return SelectiveCache(self)
 
-    def keeps(self, func: Any, args: tuple[Any, ...], *, index: int, before: Counter[str]) -> bool:
+    def keeps(
+        self,
+        func: Any,
+        call: tuple[tuple[Any, ...], Mapping[str, Any]],
+        *,
+        index: int,
+        before: Counter[str],
+    ) -> bool:
         """Returns whether the result of one op is kept.
 
         Args:
             func: The op, whatever the dispatcher passes.
-            args: Its positional arguments.
+            call: Its positional and its keyword arguments.
             index: How many ops ran before it in this forward.
             before: How often each op ran before it.
         """
@@ -52,7 +61,7 @@ class OpSelection:
         name = func._schema.name
         if not any(self._means(op, name, before) for op in self._names):
             return False
-        return not (is_random(func, args) or _changes_or_views(func))
+        return not (is_random(func, *call) or _changes_or_views(func))
 
     def learn(self, *, num_needed: int, seen: Counter[str]) -> None:
         """Takes note, at the end of a forward, of the ops a replay needs and of those seen."""
@@ -136,21 +145,25 @@ class _Decider:
         self.num_ops_at_last_slot = 0
 
     def decide(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = self._selection.keeps(func, args, index=self.num_ops, before=self.seen)
+        keeps = self._selection.keeps(func, (args, kwargs), index=self.num_ops, before=self.seen)
         self.num_ops += 1
         self.seen[func._schema.name] += 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def is_random(func: Any, args: tuple[Any, ...]) -> bool:
-    """Returns whether an op, with these arguments, draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name == "dropout_p":
-            return float(value) > 0  # an attention kernel draws only for its dropout
-    names = [argument.name for argument in func._schema.arguments]
-    return "dropout_p" not in names  # left out: its default is 0
+def is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Returns whether an op, with these arguments, draws random numbers.
+
+    An attention kernel draws only for its dropout; those of other packages carry no tag that says
+    so, and are known by the name of that argument.
+    """
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+    given.update(kwargs or {})
+    for argument in func._schema.arguments:
+        if argument.name in _DROPOUTS:
+            chance = given.get(argument.name, argument.default_value)
+            return chance is not None and float(chance) > 0
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _changes_or_views(func: Any) -> bool:

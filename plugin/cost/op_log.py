@@ -76,7 +76,7 @@ class OpLog:
                 dtype=_dtype(args, outputs),
                 storage_of=makers[0] if makers and not made else None,
                 is_in_place=in_place,
-                is_random=is_random(func, args),
+                is_random=is_random(func, args, kwargs),
             )
         )
         self._seen[name] += 1

@@ -10,6 +10,7 @@ OP_GROUPS: dict[str, tuple[str, ...]] = {
         *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv"),
         *("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_mm", "aten::_int_mm"),
         *("aten::_scaled_mm_v2", "aten::linear", "aten::mkldnn_linear"),
+        "transformers::grouped_mm_fallback",
     ),
     "attention": (
         "aten::_scaled_dot_product_flash_attention",
@@ -19,7 +20,8 @@ OP_GROUPS: dict[str, tuple[str, ...]] = {
         "aten::_scaled_dot_product_fused_attention_overrideable",
         *("aten::_flash_attention_forward", "aten::_efficient_attention_forward"),
         *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
-        *("flash_attn_3::fwd", "higher_order::flex_attention"),
+        *("flash_attn_3::fwd", "flash_attn_3::_flash_attn_forward"),
+        *("torch_attn::_varlen_attn", "higher_order::flex_attention"),
     ),
     "convolution": ("aten::convolution", "aten::_convolution", "aten::mkldnn_convolution"),
     "communication": (
