@@ -1,4 +1,4 @@
-"""Measures the local CPU: how fast one thread multiplies matrices and moves bytes.
+"""Measures the local CPU: how fast one thread multiplies, moves bytes, and runs Python.
 
 By the time of the thread, not of the clock, so that other programs do not count. Done once for a
 CPU and a version of torch, and kept in the user's cache folder.
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from rematic.cost.devices import REPLAY_SECONDS, SELECTIVE_SECONDS, Device
+from rematic.cost.devices import Device
+from rematic.cost.host_seconds import measure_host_seconds
 
 MATRIX_SIZE = 768
 """Rows and columns of the matrices that are multiplied."""
@@ -26,6 +27,9 @@ COPIED_BYTES = 64 * 2**20
 """Bytes of a tensor that is copied, more than caches hold."""
 
 REPEATS = 5
+
+FIGURES = ("float32", "bfloat16", "bytes", "replay", "selective")
+"""What is measured."""
 
 DISK_BYTES_PER_SECOND = 500e6
 """What moving to disk is reckoned with; not measured."""
@@ -45,15 +49,19 @@ def local_cpu() -> Device:
         bytes_per_second=rates["bytes"],
         link_bytes_per_second=DISK_BYTES_PER_SECOND,
         attained_share=1.0,
-        replay_seconds=REPLAY_SECONDS,
-        selective_seconds=SELECTIVE_SECONDS,
+        replay_seconds=rates["replay"],
+        selective_seconds=rates["selective"],
         overlaps_host=False,
         source=f"measured: one thread of {_cpu_name()}, torch {torch.__version__}",
     )
 
 
 def measure() -> dict[str, float]:
-    """Returns operations per second of products by dtype, and `bytes` per second of a copy."""
+    """Returns what one thread does, by the names of `FIGURES`.
+
+    Operations per second of products by dtype, `bytes` per second of a copy, and seconds of the
+    host per `replay` and per `selective` unit.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -64,6 +72,7 @@ def measure() -> dict[str, float]:
         source = torch.zeros(COPIED_BYTES // 4)
         target = torch.empty_like(source)
         rates["bytes"] = 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source))
+        rates["replay"], rates["selective"] = measure_host_seconds()
     finally:
         torch.set_num_threads(threads)
     return rates
@@ -93,7 +102,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def _read() -> dict[str, float] | None:
     try:
         rates = json.loads(cache_path().read_text("utf-8"))[_key()]
-        return {name: float(rates[name]) for name in ("float32", "bfloat16", "bytes")}
+        return {name: float(rates[name]) for name in FIGURES}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there yet, or no longer readable: measured again
 

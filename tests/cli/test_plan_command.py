@@ -27,7 +27,7 @@ SMALL = (
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that is the same on every machine."""
-    rates = {"float32": 5e10, "bfloat16": 1e11, "bytes": 1e10}
+    rates = {"float32": 5e10, "bfloat16": 1e11, "bytes": 1e10, "replay": 1e-3, "selective": 3e-3}
     monkeypatch.setattr(calibrate, "_read", lambda: rates)
 
 

@@ -12,7 +12,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "rematic" / "cpu.json"
 
 
-RATES = {"float32": 2e10, "bfloat16": 3e10, "bytes": 4e9}
+RATES = {"float32": 2e10, "bfloat16": 3e10, "bytes": 4e9, "replay": 1e-3, "selective": 3e-3}
 
 
 def test_the_cpu_is_measured_once(monkeypatch, cache):
@@ -51,3 +51,5 @@ def test_measured_rates_are_those_of_a_real_core(monkeypatch):
     assert torch.get_num_threads() == threads
     assert 1e8 < rates["float32"] < 1e13
     assert 1e8 < rates["bytes"] < 1e12
+    assert 1e-5 < rates["replay"] < 0.2
+    assert 1e-5 < rates["selective"] < 0.2
