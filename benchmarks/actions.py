@@ -1,0 +1,289 @@
+"""What each action costs and keeps, against the plain step and against torch's own mechanism.
+
+    python benchmarks/actions.py                       # about a quarter of an hour on one core
+    python benchmarks/actions.py --lengths 512 --rounds 5 --json
+
+One small Llama per way, all equal, run the same batch in turn in one process. An action is
+compared with what a user of torch would write instead: `torch.utils.checkpoint` on every block, the
+same with selective contexts, `save_on_cpu` around every block, or both. Bytes kept are those alive
+at the end of forward beyond those before it, counted exactly by a simulated probe in a step that is
+not timed.
+
+On a CPU `offload` writes to a scratch file and `save_on_cpu` copies within memory, so their bytes
+are not the same bytes. `compress` has no counterpart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import rematic
+from rematic.memory import SimulatedProbe, use_caching_malloc
+from rematic.policy import action_named
+from rematic.recipes import PolicyConfig, Recipe
+
+BAR = 1.03
+"""The ratio of seconds to torch's own mechanism that is aimed at."""
+
+aten = torch.ops.aten
+EXPENSIVE_OPS = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""What published op lists keep: matrix products and attention, by the names they have on a CPU."""
+
+PEERS = {
+    "keep": "plain",
+    "recompute": "torch checkpoint",
+    "selective": "torch selective contexts",
+    "offload": "torch save_on_cpu",
+    "recompute+offload": "torch checkpoint in save_on_cpu",
+    "compress": None,
+    "tile": "torch checkpoint of the MLP",
+}
+"""Every action with what it replaces."""
+
+Step = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run a step."""
+
+    name: str
+    """The action, or the mechanism of torch."""
+
+    step: Step
+    """Runs forward and backward."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    """Runs forward and returns the loss."""
+
+
+def main() -> None:
+    """Measures every way at every length and prints a table."""
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    caching = use_caching_malloc()
+    rows = [row for length in arguments.lengths for row in measure(length, arguments)]
+    compared = [row["seconds_vs_torch"] for row in rows if row["seconds_vs_torch"] is not None]
+    result = {
+        "seconds_vs_torch_max": max(compared),
+        "bar": BAR,
+        "rows": rows,
+        "caching_malloc": caching,
+        "torch": torch.__version__,
+        **vars(arguments),
+    }
+    print(json.dumps(result) if arguments.json else _as_text(rows))
+
+
+def measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for every action at one length."""
+    ids = torch.randint(0, arguments.vocabulary, (1, length))
+    with contextlib.ExitStack() as stack:
+        ways = _ways(arguments, stack)
+        for way in ways.values():  # the first steps learn, and warm the allocator up
+            way.step(ids), way.step(ids)
+        kept = {name: _kept_bytes(way, ids) for name, way in ways.items()}
+        seconds = {name: [] for name in ways}
+        for i in range(arguments.rounds):
+            order = list(ways)[i % len(ways) :] + list(ways)[: i % len(ways)]
+            for name in order:
+                seconds[name].append(_seconds(ways[name].step, ids))
+    return [
+        _row(action, peer, length, seconds, kept)
+        for action, peer in PEERS.items()
+        if action in ways
+    ]
+
+
+def _row(
+    action: str,
+    peer: str | None,
+    length: int,
+    seconds: dict[str, list[float]],
+    kept: dict[str, int],
+) -> dict[str, Any]:
+    against = None if peer is None else _ratios(seconds[action], seconds[peer])
+    plain = _ratios(seconds[action], seconds["plain"])
+    return {
+        "length": length,
+        "action": action,
+        "peer": peer,
+        "seconds_median": statistics.median(seconds[action]),
+        "seconds_vs_plain": statistics.median(plain),
+        "seconds_vs_torch": None if against is None else statistics.median(against),
+        "seconds_vs_torch_min": None if against is None else min(against),
+        "seconds_vs_torch_max": None if against is None else max(against),
+        "peer_vs_plain": (
+            None if peer is None else statistics.median(_ratios(seconds[peer], seconds["plain"]))
+        ),
+        "kept_bytes": kept[action],
+        "kept_vs_plain": kept[action] / kept["plain"],
+        "kept_vs_torch": None if peer is None else kept[action] / kept[peer],
+    }
+
+
+def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def _ways(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Way]:
+    peers: dict[str, Callable[[nn.Module], None]] = {
+        "plain": lambda model: None,
+        "torch checkpoint": lambda model: _wrap_blocks(model, _checkpointed),
+        "torch selective contexts": lambda model: _wrap_blocks(model, _selectively),
+        "torch save_on_cpu": lambda model: _wrap_blocks(model, _saved_on_cpu),
+        "torch checkpoint in save_on_cpu": lambda model: _wrap_blocks(
+            model, lambda forward: _saved_on_cpu(_checkpointed(forward))
+        ),
+        "torch checkpoint of the MLP": lambda model: _wrap(
+            [block.mlp for block in model.model.layers], _checkpointed
+        ),
+    }
+    ways = {}
+    for name, prepare in peers.items():
+        model = _model(arguments)
+        prepare(model)
+        ways[name] = Way(name=name, step=_step(model), forward=_forward(model))
+    for name in arguments.actions:
+        model = _model(arguments)
+        session = rematic.attach(model, recipe=_recipe(name), policy=_policy(name), budget="64GiB")
+        stack.callback(session.detach)
+        ways[name] = Way(name=name, step=_attached_step(model, session), forward=_forward(model))
+    return ways
+
+
+def _recipe(action: str) -> Recipe:
+    units = ("*.mlp",) if action == "tile" else ()
+    return Recipe(policy=PolicyConfig(units=units, allow_lossy=True))
+
+
+def _policy(action: str) -> rematic.Policy:
+    options = {"num_tiles": 4} if action == "tile" else {}
+    rule = rematic.Rule(pattern="*", action=action_named(action, **options))
+    return rematic.Policy(name=action, rules=(rule,))
+
+
+def _wrap_blocks(model: nn.Module, wrapped: Callable[..., Any]) -> None:
+    _wrap(list(model.model.layers), wrapped)
+
+
+def _wrap(modules: list[nn.Module], wrapped: Callable[..., Any]) -> None:
+    for module in modules:
+        module.forward = wrapped(module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(checkpoint, forward, use_reentrant=False)
+
+
+def _selectively(forward: Callable[..., Any]) -> Callable[..., Any]:
+    contexts = functools.partial(create_selective_checkpoint_contexts, EXPENSIVE_OPS)
+    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def _saved_on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what the block returns
+        with save_on_cpu():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _forward(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda ids: model(input_ids=ids, labels=ids).loss
+
+
+def _step(model: nn.Module) -> Step:
+    return lambda ids: _forward(model)(ids).backward()
+
+
+def _attached_step(model: nn.Module, session: rematic.Session) -> Step:
+    def step(ids: torch.Tensor) -> None:
+        with session.step({"input_ids": ids}):
+            _forward(model)(ids).backward()
+
+    return step
+
+
+def _kept_bytes(way: Way, ids: torch.Tensor) -> int:
+    with SimulatedProbe() as probe:
+        before = probe.allocated_bytes()
+        loss = way.forward(ids)
+        kept = probe.allocated_bytes() - before
+        loss.backward()
+    return kept
+
+
+def _model(arguments: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.hidden_size * 8 // 3,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden_size // 64,
+        vocab_size=arguments.vocabulary,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def _seconds(step: Step, ids: torch.Tensor) -> float:
+    start = time.perf_counter()
+    step(ids)
+    return time.perf_counter() - start
+
+
+def _as_text(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "length  action             time/plain  time/torch (spread)     "
+        "kept/plain  kept/torch  torch's own"
+    ]
+    for row in rows:
+        against = (
+            "-".ljust(24)
+            if row["peer"] is None
+            else f"{row['seconds_vs_torch']:.3f} ({row['seconds_vs_torch_min']:.3f} to "
+            f"{row['seconds_vs_torch_max']:.3f})".ljust(24)
+        )
+        kept = "-" if row["peer"] is None else f"{row['kept_vs_torch']:.3f}"
+        lines.append(
+            f"{row['length']:6}  {row['action']:17}  {row['seconds_vs_plain']:10.3f}  {against}"
+            f"{row['kept_vs_plain']:10.3f}  {kept:>10}  {row['peer'] or 'none'}"
+        )
+    return "\n".join(lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--actions", nargs="+", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--hidden-size", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=320)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
