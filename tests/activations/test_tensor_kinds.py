@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -133,6 +133,23 @@ def test_distributed_parameters(
     assert [unit.pinned for unit in engine.units] == [None] * 3
     replayed = isinstance(action, (Recompute, Selective, RecomputeOffload))
     assert engine.ledger.counts.replays.total() == (6 if replayed else 0)
+    engine.detach()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_case_c4_sharded_units_in_mixed_precision(inside: bool, mesh: DeviceMesh) -> None:
+    """Inputs are cast by a hook of the sharded module, whether that is the unit or holds it."""
+    wanted, found = (stack(Block) for _ in range(2))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for model in (wanted, found):
+        for block in model[0]:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    plain = gradients(wanted, lambda x: x)
+    engine = Engine(found, ["*.up", "*.norm"] if inside else [])
+    engine.apply(Plan(actions=tuple(Recompute() for _ in engine.units)))
+    assert all(map(torch.equal, gradients(found, lambda x: x), plain))
+    assert engine.ledger.counts.replays.total() > 0
     engine.detach()
 
 
