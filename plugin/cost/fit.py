@@ -96,14 +96,15 @@ class Fit:
 
         Args:
             slot: Which unit.
-            kept: The traces of `keep`, which show what autograd saves.
+            kept: The traces of `keep`, which show what autograd saves. They are at enough lengths
+                for the work of an op, which may grow with the square where bytes do not.
         """
         stop = self._traces[0].num_replayed[slot]
-        logs = zip(*(trace.unit_ops[slot] for trace in self._traces), strict=True)
-        saved = (op.is_saved for op in kept._traces[0].unit_ops[slot])
+        ops = self._traces[0].unit_ops[slot]
+        logs = zip(*(trace.unit_ops[slot] for trace in kept._traces), strict=True)
         return tuple(
-            self._op(versions, replace(versions[0], is_saved=is_saved), is_replayed=i < stop)
-            for i, (versions, is_saved) in enumerate(zip(logs, saved, strict=True))
+            kept._op(log, replace(op, is_saved=log[0].is_saved), is_replayed=i < stop)
+            for i, (op, log) in enumerate(zip(ops, logs, strict=True))
         )
 
     def _op(

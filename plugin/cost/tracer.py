@@ -182,7 +182,7 @@ def _piece_on(
         padded=padded,
         batch_bytes=fit.batch_bytes(),
         around=fit.around(),
-        around_ops=fit.around_ops(),
+        around_ops=fits["keep"].around_ops(),
         units=tuple(
             UnitProfile(
                 name=name,
