@@ -24,7 +24,7 @@ from rematic.session_report import format_session_report
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction
 from rematic.step_record import StepRecord
-from rematic.step_recovery import StepRecovery, begin_recovery
+from rematic.step_recovery import StepRecovery, begin_recovery, with_room
 from rematic.training_tensors import gradient_bytes, pending_gradient_bytes
 from rematic.transaction import ChangingState
 
@@ -106,6 +106,7 @@ class Session:
         self._parameters = list(model.parameters())
         self._costs = Costs()
         self._changing = ChangingState()
+        self._num_updates = 0
         self.at_stop: Callable[[StopReport], str | None] | None = None
         """Called when a micro-batch is given up, before the error; saves a checkpoint and returns
         where it is."""
@@ -228,7 +229,8 @@ class Session:
         """
         if self._step is not None:
             self.abort_step(None)
-        shape, before = self.settings.batch_shape(batch), self.probe.snapshot()
+        shape = with_room(lambda: self.settings.batch_shape(batch), self._engine.ledger)
+        before = self.probe.snapshot()
         decision = control.plan_step(self._costs, self._request(shape, before.allocated_bytes))
         armed = armed or decision.armed or shape.tokens <= 1  # a batch that could not be read
         self._open_step(shape, decision, before, armed=armed)
@@ -414,6 +416,7 @@ class Session:
         return step
 
     def _optimizer_guard(self) -> OptimizerGuard:
+        self._num_updates += 1
         covered = self.settings.op_retry != "never" and self.budget_bytes is not None
         retry = OpRetry(OptimizerRelief(self._engine.ledger))
         meter = None if self._step is None else self._step.meter

@@ -165,6 +165,10 @@ class SessionStep:
         )
         return stop
 
+    def num_updates(self) -> int:
+        """Returns how often an optimizer has begun to step."""
+        return self._session._num_updates
+
     def in_use_bytes(self) -> int | None:
         """Returns the bytes in use, None if unknown."""
         return self._session.probe.allocated_bytes()

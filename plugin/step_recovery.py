@@ -9,7 +9,7 @@ import functools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from rematic.transaction import (
     StepTransaction,
     release_attempt,
 )
+
+T = TypeVar("T")
 
 
 class StepOutOfMemoryError(torch.OutOfMemoryError):
@@ -73,6 +75,9 @@ class RecoverableStep(Protocol):
     def give_up(self, report: StopReport) -> StopReport:
         """Ends the step for good; returns the report with what was saved."""
 
+    def num_updates(self) -> int:
+        """Returns how often an optimizer has begun to step."""
+
     def in_use_bytes(self) -> int | None:
         """Returns the bytes in use, None if unknown."""
 
@@ -94,6 +99,7 @@ class StepRecovery:
         """How the present attempt runs, None for the first one."""
         self.transaction = transaction
         self._step = step
+        self._num_updates = step.num_updates()
         self._first: control.FirstAttempt | None = None
         self._rungs: list[Rung] = []
         self._attempts: list[FailedAttempt] = []
@@ -165,6 +171,8 @@ class StepRecovery:
     def _obstacle(self) -> str | None:
         if self.transaction is None:
             return "there was no room for what a second attempt would have to put back."
+        if self._step.num_updates() != self._num_updates:
+            return "an optimizer has stepped inside the step. Step it after the step."
         try:
             self.transaction.check(in_parts=bool(self._rungs) and self._rungs[0].num_parts > 1)
         except RestoreError as error:
@@ -239,18 +247,27 @@ def begin_recovery(
         skipped=skipped,
         counts_gradients=counts_gradients,
     )
-    for _ in range(2):
-        try:
-            return StepRecovery(step, make())
-        except RuntimeError as error:
-            recovery = StepRecovery(step, None)
-            failure = recovery.note(error)
-            if failure is None:
-                raise
-        step.ledger.evict(1 << 62)
-    assert failure is not None
+    try:
+        return StepRecovery(step, with_room(make, step.ledger))
+    except RuntimeError as error:
+        recovery = StepRecovery(step, None)
+        failure = recovery.note(error)
+        if failure is None:
+            raise
     recovery.answer(failure)
     raise AssertionError("without a transaction no attempt is left")
+
+
+def with_room(make: Callable[[], T], ledger: Ledger) -> T:
+    """Returns what `make` returns, evicting every record if memory runs out in it."""
+    try:
+        return make()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        release_attempt(error)
+    ledger.evict(1 << 62)
+    return make()
 
 
 def run_attempts(recovery: StepRecovery, attempt: Callable[[Rung | None], Any]) -> Any:  # noqa: ANN401 - what the user's step returns

@@ -13,6 +13,9 @@ class TornOptimizerStepError(RuntimeError):
     It is no out-of-memory error, so that nobody who answers those goes on with the next batch.
     """
 
+    parameters: tuple[str, ...] = ()
+    """Names of what was changed."""
+
 
 class OptimizerState:
     """In-place counters of an optimizer's parameters and of their state before a step."""
@@ -40,12 +43,14 @@ def torn_step_error(names: Sequence[str], *, num_parameters: int) -> TornOptimiz
         num_parameters: How many the optimizer has.
     """
     first = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return TornOptimizerStepError(
+    error = TornOptimizerStepError(
         f"the optimizer's step found no memory after it had changed {len(names)} of "
         f"{num_parameters} parameters or their state ({first}), and can neither be finished nor "
         "undone. Resume from the last checkpoint, with `op_retry: always`, a smaller budget for "
         "activations or an optimizer that allocates less (`fused=True`)."
     )
+    error.parameters = tuple(names)
+    return error
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

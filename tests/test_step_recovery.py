@@ -266,9 +266,26 @@ def test_a_step_that_has_updated_its_weights_is_not_repeated() -> None:
         optimizer.step()
         raise torch.OutOfMemoryError("injected")
 
-    with pytest.raises(rematic.StepOutOfMemoryError, match="were changed inside the step, by"):
+    with pytest.raises(
+        rematic.StepOutOfMemoryError, match="an optimizer has stepped inside the step"
+    ):
         session.run(step, make_batches(1)[0])
     assert len(calls) == 1
+    session.detach()
+
+
+def test_a_step_that_changes_a_weight_by_itself_is_not_repeated() -> None:
+    model = make_tied_model()
+    session = rematic.attach(model, policy="keep")
+
+    def step(ids: torch.Tensor) -> None:
+        model(ids).backward()
+        with torch.no_grad():
+            model.embed.weight.add_(1)
+        raise torch.OutOfMemoryError("injected")
+
+    with pytest.raises(rematic.StepOutOfMemoryError, match="were changed inside the step, by"):
+        session.run(step, make_batches(1)[0])
     session.detach()
 
 

@@ -15,7 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rematic.activations.nested import iter_leaves
-from rematic.memory import is_out_of_memory, load_compiler_now, requested_bytes
+from rematic.memory import (
+    ListVersions,
+    changed_lists,
+    is_out_of_memory,
+    load_compiler_now,
+    requested_bytes,
+)
 
 # In-place ops that allocate, if at all, before they write: TensorIterator makes its casts first,
 # and the fused optimizers make one pass over tensors that exist already.
@@ -45,6 +51,8 @@ class _OpTraits:
     random: bool
     updates_statistics: bool
     foreach_in_place: bool
+    lists: tuple[int, ...]
+    """Arguments that are lists which the op changes in place."""
 
     @property
     def changes_state(self) -> bool:
@@ -89,6 +97,7 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
         kwargs = kwargs or {}
         traits = self._traits.get(func) or self._learn(func)
         before: _Before | None = None
+        versions = ListVersions(traits.lists, args) if traits.lists else None
         while True:
             try:
                 if before is None and traits.changes_state:
@@ -105,6 +114,8 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
                 raise torch.OutOfMemoryError(failure)
             if before is not None:
                 before.restore()
+        if versions is not None:
+            versions.count()
         if self._after_op is not None:
             self._after_op()
         return result
@@ -118,6 +129,7 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
             random=torch.Tag.nondeterministic_seeded in func.tags,
             updates_statistics=_BATCH_NORM_WORD in name and "backward" not in name,
             foreach_in_place=foreach,
+            lists=changed_lists(func),
         )
         self._traits[func] = traits
         return traits

@@ -12,6 +12,8 @@ from rematic.memory.host_malloc import use_caching_malloc as use_caching_malloc
 from rematic.memory.host_malloc import use_mapping_malloc as use_mapping_malloc
 from rematic.memory.host_probe import HostProbe as HostProbe
 from rematic.memory.host_probe import process_overhead_bytes as process_overhead_bytes
+from rematic.memory.list_versions import ListVersions as ListVersions
+from rematic.memory.list_versions import changed_lists as changed_lists
 from rematic.memory.out_of_memory import ErrorRow as ErrorRow
 from rematic.memory.out_of_memory import classify_error as classify_error
 from rematic.memory.out_of_memory import is_out_of_memory as is_out_of_memory

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rematic.memory.compiler_import import load_compiler_now
+from rematic.memory.list_versions import ListVersions, changed_lists
 from rematic.memory.snapshot import MemorySnapshot
 from rematic.memory.storages import LiveStorages, storages_of
 
@@ -54,6 +55,7 @@ class SimulatedProbe(TorchDispatchMode):  # type: ignore[no-untyped-call] # unty
         self._failing_ops = _positions(fail_at_ops, "fail_at_ops")
         self._failing_allocations = _positions(fail_at_allocations, "fail_at_allocations")
         self._live = LiveStorages()
+        self._lists: dict[Op, tuple[int, ...]] = {}
         self.peak_allocated_bytes = 0
         """Peak of the live bytes since the start or the last `reset_peak`, exact; an allocation
         that failed is not in it."""
@@ -102,7 +104,9 @@ class SimulatedProbe(TorchDispatchMode):  # type: ignore[no-untyped-call] # unty
         self.num_ops += 1
         failure = self._failure_before(func)
         if failure is None:
+            versions = ListVersions(self._changed_lists(func), args)
             output = func(*args, **kwargs)
+            versions.count()
             failure = self._count(func, (args, kwargs), output)
             if failure is None:
                 return output
@@ -111,6 +115,11 @@ class SimulatedProbe(TorchDispatchMode):  # type: ignore[no-untyped-call] # unty
         del args, kwargs
         self.num_ooms += 1
         raise torch.OutOfMemoryError(failure)
+
+    def _changed_lists(self, func: Op) -> tuple[int, ...]:
+        if func not in self._lists:
+            self._lists[func] = changed_lists(func)
+        return self._lists[func]
 
     def _failure_before(self, func: Op) -> str | None:
         if self.num_ops not in self._failing_ops:
