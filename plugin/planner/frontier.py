@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rematic.planner.op_sets import OpSet, best_op_sets, choose_sets, named_op_set
+from rematic.planner.op_sets import (
+    OpSet,
+    best_op_sets,
+    choose_sets,
+    corner_sets,
+    named_op_set,
+)
 from rematic.planner.problem import Option, Problem
 from rematic.planner.unit_costs import ActionBytes, OpCost, StepCosts, UnitCosts
 from rematic.policy import (
@@ -118,7 +124,9 @@ def _worthwhile_sets(
     below = None
     if "keep" in measured:
         below = max(1, measured["keep"].kept - measured["recompute"].kept)
-    return choose_sets(best_op_sets(ops, seconds, below_bytes=below), limit=MAX_OP_SETS)
+    corners = corner_sets(ops, seconds, below_bytes=below)
+    others = () if len(corners) >= MAX_OP_SETS else best_op_sets(ops, seconds, below_bytes=below)
+    return choose_sets(corners, others, limit=MAX_OP_SETS)
 
 
 def listed_option(unit: UnitCosts, pace: Pace, *, save: Sequence[str] = DEFAULT_SAVED) -> Option:

@@ -113,41 +113,71 @@ def named_op_set(ops: Sequence[OpCost], op_seconds: Sequence[float], names: Sequ
     )
 
 
-def hull(sets: Sequence[OpSet]) -> tuple[OpSet, ...]:
-    """Returns the sets on the convex hull, by falling bytes.
+def corner_sets(
+    ops: Sequence[OpCost], op_seconds: Sequence[float], *, below_bytes: int | None = None
+) -> tuple[OpSet, ...]:
+    """Returns the sets on the convex hull of bytes and seconds, by falling bytes.
 
-    Of many equal units only these are mixed: any other set is beaten by a mix of two of them.
+    They are those that take ops in the order of seconds saved per byte (Dantzig 1957, "Discrete-
+    variable extremum problems"). Of many equal units only these are mixed: any other set is beaten
+    by a mix of two of them.
 
     Args:
-        sets: Undominated sets by falling bytes.
+        ops: The ops of a unit's forward.
+        op_seconds: Time of each.
+        below_bytes: Sets that cost so much or more are of no interest; None: all are.
     """
-    chosen: list[OpSet] = []
-    for op_set in sets:
-        while len(chosen) > 1 and not _turns(chosen[-2], chosen[-1], op_set):
-            chosen.pop()
-        chosen.append(op_set)
-    return tuple(chosen)
+    items = [i for i in keepable_ops(ops) if op_seconds[i] > 0]
+    free = [i for i in items if kept_bytes_of(ops[i]) == 0]
+    paid = [i for i in items if kept_bytes_of(ops[i]) > 0]
+    paid.sort(key=lambda i: (-op_seconds[i] / kept_bytes_of(ops[i]), i))
+    chosen, kept, saved = list(free), 0, sum(op_seconds[i] for i in free)
+    sets = [OpSet(ops=tuple(sorted(chosen)), kept_bytes=kept, saved_seconds=saved)]
+    for i in paid:
+        chosen.append(i)
+        kept += kept_bytes_of(ops[i])
+        saved += op_seconds[i]
+        if below_bytes is not None and kept >= below_bytes:
+            break
+        sets.append(OpSet(ops=tuple(sorted(chosen)), kept_bytes=kept, saved_seconds=saved))
+    return tuple(reversed(sets))
 
 
-def choose_sets(sets: Sequence[OpSet], *, limit: int) -> tuple[OpSet, ...]:
-    """Returns at most `limit` sets: the hull first, then others spread evenly over the bytes.
+def choose_sets(
+    corners: Sequence[OpSet], others: Sequence[OpSet], *, limit: int
+) -> tuple[OpSet, ...]:
+    """Returns at most `limit` sets by falling bytes: corners first, then others.
+
+    Of the corners the two ends, then again and again the one that saves most time over the line
+    between its neighbours; of the others, if there is room, some that lie evenly over the bytes.
 
     Args:
-        sets: Undominated sets by falling bytes.
+        corners: Sets on the convex hull, by falling bytes.
+        others: Further undominated sets, by falling bytes.
         limit: Most sets to return, at least 2.
     """
-    if len(sets) <= limit:
-        return tuple(sets)
-    corners = hull(sets)
-    if len(corners) >= limit:
-        return tuple(corners[i * (len(corners) - 1) // (limit - 1)] for i in range(limit))
-    chosen = {op_set.ops: op_set for op_set in corners}
-    rest = [op_set for op_set in sets if op_set.ops not in chosen]
-    room = limit - len(corners)
-    for i in range(room):
-        op_set = rest[(2 * i + 1) * len(rest) // (2 * room)]
-        chosen[op_set.ops] = op_set
-    return tuple(op_set for op_set in sets if op_set.ops in chosen)
+    chosen = sorted({0, len(corners) - 1})
+    while len(chosen) < min(limit, len(corners)):
+        left = [i for i in range(len(corners)) if i not in chosen]
+        gaps = [(_gap(corners, chosen, i), -i) for i in left]
+        chosen = sorted([*chosen, -max(gaps)[1]])
+    sets = {corners[i].ops: corners[i] for i in chosen}
+    rest = [op_set for op_set in others if op_set.ops not in sets]
+    room = min(limit - len(sets), len(rest))
+    for k in range(room):
+        op_set = rest[(2 * k + 1) * len(rest) // (2 * room)]
+        sets[op_set.ops] = op_set
+    return tuple(sorted(sets.values(), key=lambda one: (-one.kept_bytes, one.ops)))
+
+
+def _gap(corners: Sequence[OpSet], chosen: Sequence[int], i: int) -> float:
+    """Returns how much more time a corner saves than a mix of the chosen ones beside it."""
+    above = corners[max(j for j in chosen if j < i)]
+    below = corners[min(j for j in chosen if j > i)]
+    corner = corners[i]
+    share = (corner.kept_bytes - below.kept_bytes) / (above.kept_bytes - below.kept_bytes)
+    mixed = below.saved_seconds + share * (above.saved_seconds - below.saved_seconds)
+    return corner.saved_seconds - mixed
 
 
 def _undominated(
@@ -168,9 +198,3 @@ def _thin(
         return sets
     last = len(sets) - 1
     return [sets[i * last // (MAX_SETS - 1)] for i in range(MAX_SETS)]
-
-
-def _turns(a: OpSet, b: OpSet, c: OpSet) -> bool:
-    """Whether b lies above the line from a to c, where a keeps most and c least."""
-    across = (b.saved_seconds - c.saved_seconds) * (a.kept_bytes - c.kept_bytes)
-    return across > (a.saved_seconds - c.saved_seconds) * (b.kept_bytes - c.kept_bytes)

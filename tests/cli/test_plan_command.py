@@ -45,6 +45,8 @@ def test_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> Non
     assert not rows["keep all"]["fits"]
     assert rows["planned"]["fits"]
     assert 0 < rows["planned"]["slow_down"] < rows["recompute all"]["slow_down"]
+    fitting = [row["seconds"] for row in rows.values() if row["fits"]]
+    assert rows["planned"]["seconds"] <= 1.001 * min(fitting)
     for row in rows.values():
         peak = row["peak"]
         parts = ("fixed_bytes", "kept_bytes", "gradients_bytes", "working_bytes")

@@ -1,11 +1,12 @@
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematic.planner.op_sets import OpSet, best_op_sets, choose_sets, hull, keepable_ops
+from rematic.planner.op_sets import OpSet, best_op_sets, choose_sets, corner_sets, keepable_ops
 from tests.planner.blocks import OPS, op
+
+properties = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 
 
 def test_views_random_ops_and_what_is_changed_in_place_are_never_kept():
@@ -14,7 +15,7 @@ def test_views_random_ops_and_what_is_changed_in_place_are_never_kept():
     assert keepable_ops(OPS) == (0, 2)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@properties
 @given(
     st.lists(
         st.tuples(st.integers(0, 20), st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5]), st.booleans()),
@@ -52,6 +53,38 @@ def test_an_output_that_lives_on_anyway_is_kept_for_nothing():
     )
 
 
+def test_corners_take_ops_by_seconds_per_byte():
+    ops = [op("aten::mm", i, made=made, freed=9) for i, made in enumerate((100, 10, 50, 40))]
+    ops.append(op("aten::mm", 4, made=30))  # the output: kept for nothing
+    corners = corner_sets(ops, [5.0, 3.0, 0.5, 4.0, 1.0])
+    assert [(one.kept_bytes, one.saved_seconds) for one in corners] == [
+        (200, 13.5),
+        (150, 13.0),
+        (50, 8.0),
+        (10, 4.0),
+        (0, 1.0),
+    ]
+    assert corners[2].ops == (1, 3, 4)
+    assert corner_sets(ops, [5.0, 3.0, 0.5, 4.0, 1.0], below_bytes=150) == corners[2:]
+
+
+@properties
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.5, 1.0, 2.0, 3.5])), max_size=7),
+)
+def test_no_sum_lies_above_the_line_between_corners(items):
+    ops = [op("aten::mm", i, made=made, freed=9) for i, (made, _) in enumerate(items)]
+    seconds = [one for _, one in items]
+    corners = corner_sets(ops, seconds)
+    assert corners[-1].ops == ()
+    for one in best_op_sets(ops, seconds):
+        above = min(c for c in (x.kept_bytes for x in corners) if c >= one.kept_bytes)
+        below = max(c for c in (x.kept_bytes for x in corners) if c <= one.kept_bytes)
+        saved = {x.kept_bytes: x.saved_seconds for x in corners}
+        share = (one.kept_bytes - below) / (above - below) if above > below else 0.0
+        assert one.saved_seconds <= saved[below] + share * (saved[above] - saved[below]) + 1e-9
+
+
 def sets_of(*pairs):
     return tuple(
         OpSet(ops=(i,), kept_bytes=kept, saved_seconds=saved)
@@ -59,21 +92,23 @@ def sets_of(*pairs):
     )
 
 
-def test_the_hull_is_what_mixes_of_two_do_not_beat():
-    sets = sets_of((100, 10.0), (80, 9.5), (60, 6.0), (50, 6.5), (10, 3.0), (0, 0.0))
-    assert [one.kept_bytes for one in hull(sets)] == [100, 80, 10, 0]
+def test_of_many_corners_those_that_save_most_are_chosen():
+    corners = sets_of((100, 10.0), (80, 9.9), (50, 9.0), (40, 8.5), (10, 4.0), (0, 0.0))
+    kept = [one.kept_bytes for one in choose_sets(corners, (), limit=4)]
+    # Over the line from 100 to 0 the set of 50 bytes saves 4.0 more, the one of 40 4.5; then the
+    # one of 10 saves most over the line from 40 to 0.
+    assert kept == [100, 40, 10, 0]
+    assert choose_sets(corners, (), limit=6) == corners
+    assert choose_sets(corners[:1], (), limit=4) == corners[:1]
 
 
-@pytest.mark.parametrize("limit", [2, 3, 4, 5])
-def test_of_many_sets_the_hull_is_chosen_first(limit):
-    sets = sets_of((100, 10.0), (90, 9.7), (80, 9.5), (50, 5.0), (40, 4.6), (10, 3.0), (0, 0.0))
-    chosen = choose_sets(sets, limit=limit)
-    assert len(chosen) == limit
-    assert chosen[0] == sets[0]
-    assert chosen[-1] == sets[-1]
-    corners = hull(sets)
-    assert set(corners) <= set(chosen) or len(corners) > limit
-    assert choose_sets(sets, limit=7) == sets
+def test_where_there_is_room_others_are_chosen_too():
+    corners = sets_of((100, 10.0), (0, 0.0))
+    others = tuple(
+        OpSet(ops=(7, i), kept_bytes=90 - 10 * i, saved_seconds=8.0 - i) for i in range(6)
+    )
+    chosen = choose_sets(corners, (*corners, *others), limit=4)
+    assert [one.kept_bytes for one in chosen] == [100, 80, 50, 0]
 
 
 def test_thousands_of_sums_are_thinned_out_in_no_time():
