@@ -20,11 +20,13 @@ class Argument:
     __slots__ = ("_alias", "handle", "requires_grad", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._alias: torch.Tensor | None = tensor.detach()
+        alias = tensor.detach()
+        self._alias: torch.Tensor | None = alias
         self.handle: Handle | None = None
         """Stands for the tensor where it was moved, None if it was not."""
         self.requires_grad = tensor.requires_grad
-        self.version = version_of(tensor)
+        # of the alias: that of an inference tensor has a version, which itself has none
+        self.version = version_of(alias)
 
     def tensor(self) -> torch.Tensor:
         """Returns the tensor, from where it was moved if it was."""
