@@ -55,8 +55,8 @@ class EventLog(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
         """Those that have ended, in order, and last the one that runs."""
         self.observer: OpObserver | None = None
         """Is shown each op, after it is counted."""
-        self.on_death: Callable[[int], None] | None = None
-        """Is told the key of each storage that dies."""
+        self.on_death: Callable[[int, int], None] | None = None
+        """Is told the key of each storage that dies, and its bytes."""
         self._next: str | None = None
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -120,9 +120,10 @@ class EventLog(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
 
     def _forget(self, key: int) -> None:
         del self._references[key]
-        self.live_bytes -= self._sizes.pop(key)
+        num_bytes = self._sizes.pop(key)
+        self.live_bytes -= num_bytes
         if self.on_death is not None:
-            self.on_death(key)
+            self.on_death(key, num_bytes)
 
 
 def _is_given(storage: torch.UntypedStorage, given: object) -> bool:

@@ -12,6 +12,8 @@ from rematic.cost.profile import ActionProfile, OpProfile, SurroundingsProfile
 from rematic.cost.step_trace import AFTER, EMBEDDING, HEAD, StepTrace
 from rematic.planner import OpCost
 
+_ZERO = Polynomial.constant(0)
+
 
 class PathDiffers(ValueError):
     """The step took another path at another shape, so that its events cannot be compared."""
@@ -49,25 +51,28 @@ class Fit:
             self._rise(name)
         return all(polynomial.degree <= 1 for polynomial in self._known.values())
 
-    def action(self, slot: int, *, reference: Fit) -> ActionProfile:
-        """Returns what the action costs in one slot.
-
-        Args:
-            slot: Which unit.
-            reference: The traces from which `around` is taken.
-        """
+    def action(self, slot: int) -> ActionProfile:
+        """Returns what the action costs in one slot."""
         forward, backward = f"forward {slot}", f"backward {slot}"
-        kept = self._growth(forward)
-        if slot == 0:
-            # The caller's variables hold the first unit's input until the head is reached; if the
-            # action moved it, it is gone from then on. It counts as gone at once.
-            kept += self._growth(HEAD) - reference._growth(HEAD)
+        # What a unit let go but the caller's variables hold until the head is reached counts as
+        # gone at once in what that unit keeps, and as there in the forward of the others.
+        late = [trace.late_bytes for trace in self._traces]
+        kept = self._growth(forward) - self._through([of_unit[slot] for of_unit in late])
+        others = self._through([sum(n for n in u[:slot] if n > 0) for u in late])
         return ActionProfile(
             kept=kept,
-            forward=self._rise(forward),
+            forward=self._rise(forward, plus=others),
             backward=self._rise(backward),
             gradient=self._growth(backward) + kept,
-            moved=self._through([trace.moved_bytes[slot] for trace in self._traces]),
+            offered=self._offered(slot),
+        )
+
+    def _offered(self, slot: int) -> tuple[tuple[Polynomial, bool], ...]:
+        """Returns the storages that a unit offers to move, and whether the traces moved them."""
+        versions = zip(*(trace.offered[slot] for trace in self._traces), strict=True)
+        return tuple(
+            (self._through([storage.num_bytes for storage in sizes]), sizes[0].is_taken)
+            for sizes in versions
         )
 
     def around(self) -> SurroundingsProfile:
@@ -129,12 +134,12 @@ class Fit:
             return Polynomial.constant(0)
         return self._through([interval.end_bytes - interval.start_bytes for interval in intervals])
 
-    def _rise(self, name: str) -> Envelope:
+    def _rise(self, name: str, plus: Polynomial = _ZERO) -> Envelope:
         intervals = self._intervals(name)
         starts = [interval.start_bytes for interval in intervals]
         events = dict.fromkeys(zip(*(interval.live_bytes for interval in intervals), strict=True))
         return Envelope.over(
-            self._through([live - start for live, start in zip(event, starts, strict=True)])
+            self._through([live - start for live, start in zip(event, starts, strict=True)]) + plus
             for event in events
         )
 

@@ -13,28 +13,45 @@ from rematic.planner import ActionBytes, FixedBytes, OpCost, StepCosts, Surround
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moving:
+    """How tensors move to host memory or disk."""
+
+    min_bytes: int
+    """Size from which a storage moves; smaller ones stay."""
+
+    prefetches: bool
+    """Whether what a unit moved comes back while the one after it is at work (accelerators)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActionProfile:
-    """The bytes of one action of one unit; the fields are those of `ActionBytes`."""
+    """The bytes of one action of one unit; most fields are those of `ActionBytes`."""
 
     kept: Polynomial
     forward: Envelope
     backward: Envelope
     gradient: Polynomial
-    moved: Polynomial
+    offered: tuple[tuple[Polynomial, bool], ...] = ()
+    """Storages that the unit would move, and whether those of the traced steps were."""
 
-    def at(self, batch: int, length: int, *, prefetches: bool) -> ActionBytes:
+    def at(self, batch: int, length: int, moving: Moving) -> ActionBytes:
         """Returns the bytes at one shape.
 
         Args:
             batch: Sequences.
             length: Tokens of each.
-            prefetches: Whether what another unit moved away comes back during this one's backward.
+            moving: How tensors move.
         """
-        moved = self.moved(batch, length)
+        moved, staying = 0, 0
+        for polynomial, was_moved in self.offered:
+            num_bytes = polynomial(batch, length)
+            is_moved = num_bytes >= moving.min_bytes
+            moved += num_bytes if is_moved else 0
+            staying += num_bytes * (was_moved - is_moved)
         return ActionBytes(
-            kept=self.kept(batch, length),
+            kept=self.kept(batch, length) + staying,
             forward=self.forward(batch, length),
-            backward=self.backward(batch, length) + (moved if prefetches else 0),
+            backward=self.backward(batch, length) + (moved if moving.prefetches else 0),
             gradient=self.gradient(batch, length),
             moved=moved,
         )
@@ -71,6 +88,19 @@ class UnitProfile:
 
     ops: tuple[OpProfile, ...]
     """Of its forward."""
+
+    def actions_at(
+        self, batch: int, length: int, moving: Moving
+    ) -> tuple[tuple[str, ActionBytes], ...]:
+        """Returns the bytes of each action at one shape.
+
+        Where all tensors are too small to move, an action that moves them is the one without.
+        """
+        found = {name: action.at(batch, length, moving) for name, action in self.actions}
+        for name, without in (("offload", "keep"), ("recompute+offload", "recompute")):
+            if name in found and not found[name].moved:
+                found[name] = found[without]
+        return tuple(found.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +192,8 @@ class StepProfile:
     unit_classes: tuple[int, ...]
     """For each unit its slot."""
 
-    prefetches: bool
-    """Whether what was moved comes back while the unit after it is at work (accelerators)."""
+    moving: Moving
+    """How tensors move."""
 
     def costs_at(self, *, batch: int, length: int, padded: bool = False) -> StepCosts:
         """Returns the costs of a step of one shape.
@@ -182,10 +212,7 @@ class StepProfile:
             classes=tuple(
                 UnitCosts(
                     name=unit.name,
-                    actions=tuple(
-                        (name, action.at(batch, length, prefetches=self.prefetches))
-                        for name, action in unit.actions
-                    ),
+                    actions=unit.actions_at(batch, length, self.moving),
                     ops=tuple(op.at(batch, length) for op in unit.ops),
                 )
                 for unit in piece.units

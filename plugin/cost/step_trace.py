@@ -21,7 +21,7 @@ from rematic.cost.op_log import LoggedOp, OpLog
 from rematic.cost.real_path import on_real_path
 from rematic.cost.real_twins import RealTwins
 from rematic.cost.torch_private import FakeTensorMode
-from rematic.cost.traced_stash import TracedPlaces
+from rematic.cost.traced_stash import Offered, TracedPlaces
 from rematic.policy import (
     Action,
     Compress,
@@ -57,8 +57,12 @@ class StepTrace:
     around_ops: tuple[LoggedOp, ...]
     """Ops of the forward outside units."""
 
-    moved_bytes: tuple[int, ...]
-    """Bytes that each unit moved away."""
+    offered: tuple[tuple[Offered, ...], ...]
+    """Storages that each unit would move away, if they are large enough."""
+
+    late_bytes: tuple[int, ...]
+    """Bytes of each unit's input that it let go but that died after its forward, less those of
+    others that died in its own: until then the variables of callers held them."""
 
     batch_bytes: int
     """Bytes of the batch."""
@@ -159,7 +163,9 @@ class _Recorder:
         self._around = OpLog()
         self._units: list[OpLog] = []
         self._replayed = [0] * self._num_units
-        self._moved = [0] * self._num_units
+        self._offered: list[tuple[Offered, ...]] = []
+        self._late = [0] * self._num_units
+        self._inputs: dict[int, int] = {}
         self._running: OpLog | None = self._around
         self._backward_of: int | None = None
 
@@ -197,7 +203,8 @@ class _Recorder:
             unit_ops=tuple(tuple(unit.ops) for unit in self._units),
             num_replayed=tuple(self._replayed),
             around_ops=tuple(self._around.ops),
-            moved_bytes=tuple(self._moved),
+            offered=tuple(self._offered),
+            late_bytes=tuple(self._late),
             batch_bytes=batch_bytes,
         )
 
@@ -215,29 +222,41 @@ class _Recorder:
         elif self._backward_of is not None and replaying() and not OpLog.is_silent(func):
             self._replayed[self._backward_of] += 1
 
-    def _note_death(self, key: int) -> None:
+    def _note_death(self, key: int, num_bytes: int) -> None:
+        position = self._inputs.pop(key, None)
+        if position is not None:
+            self._note_input_death(position, num_bytes)
         if self._running is not None:
             self._running.note_death(key)
+
+    def _note_input_death(self, position: int, num_bytes: int) -> None:
+        interval = self.log.intervals[-1].name
+        kind, _, running = interval.partition(" ")
+        if interval == HEAD:
+            self._late[position] += num_bytes
+        elif kind == "forward" and int(running) != position:
+            self._late[position] += num_bytes
+            self._late[int(running)] -= num_bytes
 
     def _after_forward(self, record: Record) -> None:
         held = [h.tensor for h in record.live_holders() if h.tensor is not None]
         self._units[-1].note_saved(held)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        inputs = [t for t in tree_leaves((args, kwargs)) if _is_differentiable(t)]
         if not self._units:
             self.log.cut_at_next_op("forward 0")
-            inputs = [t for t in tree_leaves((args, kwargs)) if _is_differentiable(t)]
             if inputs:
                 inputs[0].register_hook(lambda _: self._come_to(-1))
+        self._inputs.update((id(t.untyped_storage()), len(self._units)) for t in inputs[:1])
         self._running = OpLog()
         self._units.append(self._running)
-        self._places.moved_bytes = 0
+        self._places.offered = []
 
     def _finish(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
         position = len(self._units) - 1
         self._running = self._around
-        if position < self._num_units:
-            self._moved[position] = self._places.moved_bytes
+        self._offered.append(tuple(self._places.offered))
         outputs = [t for t in tree_leaves(output) if _is_differentiable(t)]
         if outputs:
             outputs[0].register_hook(lambda _: self._come_to(position))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from rematic.cost.torch_private import (
     disable_current_modes,
     unset_fake_temporarily,
 )
+from rematic.memory.storages import storages_of
 from rematic.policy import Action, Compress, Offload, RecomputeOffload
 from rematic.stash import Handle
 from rematic.stash.stash import MIN_BYTES
@@ -25,8 +27,18 @@ _SCALE_BYTES = 4
 _HALF_OR_FULL = (torch.float32, torch.float16, torch.bfloat16)
 
 
+class Offered(NamedTuple):
+    """A storage that a unit offered to move."""
+
+    num_bytes: int
+    """Its size."""
+
+    is_taken: bool
+    """Whether it was moved."""
+
+
 class TracedPlaces:
-    """The places of a traced model; `moved_bytes` counts what `offload` was given.
+    """The places of a traced model; `offered` tells what `offload` was given.
 
     Args:
         takes_memory: Whether what comes back takes memory; what is mapped from a file does not.
@@ -34,8 +46,8 @@ class TracedPlaces:
 
     def __init__(self, *, takes_memory: bool) -> None:
         self.takes_memory = takes_memory
-        self.moved_bytes = 0
-        """Since the last reset."""
+        self.offered: list[Offered] = []
+        """Storages since the last reset."""
         self.min_bytes = MIN_BYTES
         """Size from which a storage is moved."""
 
@@ -46,6 +58,11 @@ class TracedPlaces:
         the bytes at other lengths could not be told from it.
         """
         self.min_bytes = min(MIN_BYTES, MIN_BYTES * tokens // TYPICAL_TOKENS)
+
+    def note(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes down what a unit offers."""
+        sizes = {id(s): s.nbytes() for s in storages_of(tuple(tensors))}
+        self.offered += [Offered(size, size >= self.min_bytes) for size in sizes.values()]
 
     def of(self, action: Action) -> TracedStash | None:
         """Returns where `action` moves tensors, None if it moves none."""
@@ -71,6 +88,8 @@ class TracedStash:
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[Handle | None]:
         """Takes what the real stash would take; tensors that share a storage share a block."""
+        if not self.lossy:
+            self._places.note(tensors)
         blocks: dict[int, _Block] = {}
         handles: list[Handle | None] = []
         for tensor in tensors:
@@ -90,7 +109,6 @@ class TracedStash:
 
     def _block(self, num_bytes: int, dtype: torch.dtype) -> _Block:
         if not self.lossy:
-            self._places.moved_bytes += num_bytes
             return _Block(num_bytes, None, takes_memory=self._places.takes_memory)
         elements = num_bytes // dtype.itemsize
         scales = -(-elements // _BLOCK_ELEMENTS) * _SCALE_BYTES

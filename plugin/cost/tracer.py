@@ -13,12 +13,13 @@ from rematic.activations.units import find_units
 from rematic.cost.fit import Fit, PathDiffers
 from rematic.cost.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes
 from rematic.cost.polynomial import Grid
-from rematic.cost.profile import Piece, StepProfile, UnitProfile, names_of_slots
+from rematic.cost.profile import Moving, Piece, StepProfile, UnitProfile, names_of_slots
 from rematic.cost.step_trace import Batch, Loss, TracedModel
 from rematic.cost.unit_kinds import choose_slots
 from rematic.cost.windows import attention_windows
 from rematic.planner import FixedBytes
 from rematic.policy import Action, Keep, Offload, Recompute, RecomputeOffload
+from rematic.stash.stash import MIN_BYTES
 from rematic.training_tensors import tensor_bytes
 
 MakeBatch = Callable[[int, int, bool], Batch]
@@ -109,7 +110,7 @@ def trace_profile(model: nn.Module, settings: TraceSettings) -> StepProfile:
         optimizer_bytes=settings.optimizer.step_bytes,
         unit_names=names,
         unit_classes=slots.of_unit,
-        prefetches=settings.on_accelerator,
+        moving=Moving(min_bytes=MIN_BYTES, prefetches=settings.on_accelerator),
     )
 
 
@@ -119,8 +120,8 @@ def _batch_grids(batch: int | None) -> tuple[tuple[int, ...], ...]:
 
 def _bounds(model: nn.Module, max_length: int | None) -> list[tuple[int, int | None]]:
     """Returns the ranges of lengths: attention windows change the path of a step."""
-    windows = [w for w in attention_windows(model) if max_length is None or w < max_length]
-    edges: list[int | None] = [0, *windows, None]
+    windows = [w for w in attention_windows(model) if max_length is None or w <= max_length]
+    edges: list[int | None] = [0, *(w - 1 for w in windows), None]
     return [((start or 0) + 1, end) for start, end in pairwise(edges)]
 
 
@@ -149,9 +150,9 @@ def _piece(
 
 def _lengths(bound: tuple[int, int | None], steps: Sequence[int]) -> tuple[int, ...]:
     first, last = bound
-    if last is not None and last < first - 1 + steps[-1]:  # a narrow range: spread them over it
-        room = last - first
-        return tuple(sorted({first, first + room // 2, last}))
+    if last is not None and last < first - 1 + steps[-1]:  # a narrow range: its upper half
+        half = (last - first) // 2
+        return tuple(sorted({last - half, last - half // 2, last}))
     return tuple(first - 1 + step for step in steps)
 
 
@@ -186,9 +187,7 @@ def _piece_on(
         units=tuple(
             UnitProfile(
                 name=name,
-                actions=tuple(
-                    (action, f.action(slot, reference=fit)) for action, f in fits.items()
-                ),
+                actions=tuple((action, f.action(slot)) for action, f in fits.items()),
                 ops=fit.unit_ops(slot, kept=fits["keep"]),
             )
             for slot, name in enumerate(names)

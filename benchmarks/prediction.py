@@ -1,0 +1,279 @@
+"""How well a trace predicts the peak of a step: against the exact ledger and against the heap.
+
+    python benchmarks/prediction.py --json                     # all families, minutes
+    python benchmarks/prediction.py --families llama,gpt2 --plans 3
+
+For each family, fine-tuning, length and padding a profile is traced with fake tensors at a few
+small shapes; then real steps run under mixed plans. The ledger counts live storages at every op,
+the heap is what glibc has handed out at the ends of ops. Both are taken beyond what was in use when
+the step began; errors are (predicted - measured) / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from prediction_families import FAMILIES, Batch, Family
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rematic.activations import Engine
+from rematic.cost import TraceSettings, trace_profile
+from rematic.memory import HostProbe, SimulatedProbe, use_caching_malloc
+from rematic.planner import Option, Peak, Problem, StepCosts, peak_of
+from rematic.policy import Action, Keep, Offload, Plan, Recompute, RecomputeOffload, Selective
+
+ACTIONS: tuple[Action, ...] = (Keep(), Selective(), Recompute(), RecomputeOffload(), Offload())
+TUNINGS = ("full", "lora", "qlora")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One step under one plan; bytes beyond those at its start."""
+
+    family: str
+    tuning: str
+    batch: int
+    length: int
+    padded: bool
+    plan: str
+    place: str
+    predicted: int
+    ledger: int
+    heap: int | None
+    error: float
+    heap_error: float | None
+
+
+class HeapPeak(TorchDispatchMode):
+    """Reads the heap at the end of every op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._probe = HostProbe()
+        self.start = self.peak = self._probe.allocated_bytes() or 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        """Runs one op."""
+        output = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, self._probe.allocated_bytes() or 0)
+        return output
+
+
+class Steps:
+    """Real steps of one model."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model = model
+        self.engine = Engine(model, trust=["*"])
+        for action in ACTIONS[:2]:  # units learn from their first calls
+            self._run(batch, [action] * len(self.engine.units))
+
+    def _run(self, batch: Batch, actions: Sequence[Action]) -> None:
+        self.engine.apply(Plan(actions=tuple(actions)))
+        self.model.zero_grad(set_to_none=True)
+        self.model(**batch).loss.backward()
+
+    def ledger(self, batch: Batch, actions: Sequence[Action]) -> int:
+        """Returns the peak of live storages."""
+        self.engine.apply(Plan(actions=tuple(actions)))
+        self.model.zero_grad(set_to_none=True)
+        probe = SimulatedProbe()
+        probe.track([*self.model.parameters(), *self.model.buffers(), *batch.values()])
+        before = probe.allocated_bytes()
+        with probe:
+            self.model(**batch).loss.backward()
+        return probe.peak_allocated_bytes - before
+
+    def heap(self, batch: Batch, actions: Sequence[Action]) -> int:
+        """Returns the peak of the heap at the ends of ops."""
+        self.engine.apply(Plan(actions=tuple(actions)))
+        self.model.zero_grad(set_to_none=True)
+        with HeapPeak() as heap:
+            self.model(**batch).loss.backward()
+        return heap.peak - heap.start
+
+
+def predicted(costs: StepCosts, actions: Sequence[Action]) -> Peak:
+    """Returns the peak of the planner's formula."""
+    units = []
+    for action, position in zip(actions, costs.unit_classes, strict=True):
+        found = dict(costs.classes[position].actions)[action.name]
+        option = Option(
+            action=action,
+            kept_bytes=found.kept,
+            forward_bytes=found.forward,
+            backward_bytes=found.backward,
+            gradient_bytes=found.gradient,
+            moved_bytes=found.moved,
+            seconds=0.0,
+        )
+        units.append((option,))
+    problem = Problem(fixed=costs.fixed, around=costs.around, units=tuple(units))
+    return peak_of(problem, [0] * len(units))
+
+
+def build(family: Family, tuning: str) -> nn.Module:
+    """Returns the model of a family as it is fine-tuned."""
+    torch.manual_seed(0)
+    model = family.build().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if tuning == "full":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    if tuning == "qlora":
+        quantize(model)
+    adapted = LoraConfig(r=8, target_modules=list(family.adapters), lora_dropout=0.0)
+    return get_peft_model(model, adapted).train()
+
+
+def quantize(model: nn.Module) -> None:
+    """Puts 4-bit layers in the place of the linear layers of the blocks, as QLoRA does."""
+    import bitsandbytes as bnb
+
+    model.is_loaded_in_4bit = True
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and name not in ("lm_head", "decoder", "classifier"):
+                layer = bnb.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=child.bias is not None
+                )
+                layer.weight = bnb.nn.Params4bit(
+                    child.weight.data, requires_grad=False, quant_type="nf4"
+                )
+                layer.bias = child.bias
+                setattr(module, name, layer.to("cpu"))
+
+
+def plans(num_units: int, number: int, seed: int) -> list[list[Action]]:
+    """Returns uniform plans and mixed ones."""
+    draw = random.Random(seed)
+    uniform = [[action] * num_units for action in ACTIONS]
+    mixed = [[draw.choice(ACTIONS) for _ in range(num_units)] for _ in range(number)]
+    return [*uniform, *mixed]
+
+
+def rows(family: Family, tuning: str, *, number: int, heap: bool) -> Iterator[Row]:
+    """Measures one family, with so many mixed plans for each shape."""
+    model = build(family, tuning)
+    for padded in family.paddings:
+        for batch_size in family.batches:
+            settings = TraceSettings(
+                make_batch=family.batch,
+                actions=ACTIONS,
+                batch=batch_size,
+                padded=(padded,),
+                max_length=max(family.lengths),
+                on_accelerator=False,
+                **family.trace,
+            )
+            profile = trace_profile(model, settings)
+            steps = Steps(model, family.batch(batch_size, family.lengths[0], padded))
+            for length in family.lengths:
+                costs = profile.costs_at(batch=batch_size, length=length, padded=padded)
+                batch = family.batch(batch_size, length, padded)
+                for plan in plans(len(steps.engine.units), number, seed=length):
+                    yield _row(family.name, tuning, steps, costs, batch, plan, heap=heap)
+            steps.engine.detach()
+
+
+def _row(
+    family: str,
+    tuning: str,
+    steps: Steps,
+    costs: StepCosts,
+    batch: Batch,
+    plan: Sequence[Action],
+    *,
+    heap: bool,
+) -> Row:
+    peak = predicted(costs, plan)
+    expected = peak.total - peak.fixed
+    ledger = steps.ledger(batch, plan)
+    in_heap = steps.heap(batch, plan) if heap else None
+    letters = {"recompute+offload": "x"}
+    return Row(
+        family=family,
+        tuning=tuning,
+        batch=costs.batch,
+        length=costs.length,
+        padded=costs.padded,
+        plan="".join(letters.get(action.name, action.name[0]) for action in plan),
+        place=peak.place,
+        predicted=expected,
+        ledger=ledger,
+        heap=in_heap,
+        error=expected / ledger - 1,
+        heap_error=None if in_heap is None else expected / in_heap - 1,
+    )
+
+
+def summary(found: Sequence[Row]) -> dict[str, object]:
+    """Returns medians and extremes of the absolute errors."""
+    errors = [abs(row.error) for row in found]
+    heap_errors = [abs(row.heap_error) for row in found if row.heap_error is not None]
+    return {
+        "error_median": statistics.median(errors),
+        "error_max": max(errors),
+        "heap_error_median": statistics.median(heap_errors) if heap_errors else None,
+        "heap_error_max": max(heap_errors, default=None),
+        "num_rows": len(found),
+    }
+
+
+def main() -> None:
+    """Measures and prints."""
+    warnings.filterwarnings("ignore")
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    use_caching_malloc()
+    found: list[Row] = []
+    by_family: dict[str, dict[str, object]] = {}
+    for whole in FAMILIES:
+        family = whole
+        if arguments.slice:
+            ends = (family.lengths[0], family.lengths[-1])
+            family = replace(family, batches=family.batches[-1:], lengths=ends)
+        if arguments.families and family.name not in arguments.families.split(","):
+            continue
+        for tuning in arguments.tunings.split(","):
+            if tuning != "full" and not family.adapters:
+                continue
+            new = list(rows(family, tuning, number=arguments.plans, heap=not arguments.no_heap))
+            by_family[f"{family.name} {tuning}"] = summary(new)
+            found += new
+            if not arguments.json:
+                print(f"{family.name} {tuning}: {summary(new)}", flush=True)
+                for row in sorted(new, key=lambda row: -abs(row.error))[: arguments.worst]:
+                    print(f"  {row}")
+    result = {**summary(found), "families": by_family, "torch": torch.__version__}
+    if arguments.json:
+        result["rows"] = [asdict(row) for row in found]
+    print(json.dumps(result))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", default="", help="names, comma-separated; all by default")
+    parser.add_argument("--tunings", default=",".join(TUNINGS))
+    parser.add_argument("--plans", type=int, default=3, help="mixed plans for each shape")
+    parser.add_argument("--worst", type=int, default=0, help="rows to print for each family")
+    parser.add_argument("--slice", action="store_true", help="one batch size and two lengths")
+    parser.add_argument("--no-heap", action="store_true")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with rows")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
