@@ -1,0 +1,198 @@
+"""A verdict on memory after each step: is it short, in pieces, paged out, or not known? Pure.
+
+Three troubles look alike from outside and want different remedies. Memory that is full wants a
+heavier policy; memory in pieces wants its cached blocks released; memory that a driver pages out
+instead of failing wants less of it to be used, whatever the allocator claims to have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from rematic.control.observation import Observation
+
+Verdict = Literal["ok", "pressure", "fragmentation", "spill", "unknown"]
+
+FULL_SHARE = 0.97
+"""A peak above this share of the limit is pressure; plans leave 5 % of a budget unused."""
+
+CROWDED_SHARE = 0.9
+"""An allocator that holds more than this share of the capacity has no room to grow."""
+
+HOLES_SHARE = 0.1
+"""Holes above this share of what the allocator holds are fragmentation, if it is also crowded."""
+
+UNUSED_SHARE = 0.2
+"""And if this share of what it holds was in use at no time of the step."""
+
+SLOW_FACTOR = 1.5
+"""Over capacity, a step that takes so many times the usual seconds per token is paged out."""
+
+WARM_UP_STEPS = 5
+"""Retries of the allocator in the first steps are ignored: it is still growing."""
+
+TREND_STEPS = 3
+"""Retries in so many steps in a row are a trend; fewer are not."""
+
+REMEDIES: dict[Verdict, str] = {
+    "ok": "none",
+    "unknown": "none: out-of-memory errors are answered, nothing is done ahead of them",
+    "pressure": "a heavier policy",
+    "fragmentation": "release cached blocks; PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "spill": "a heavier policy, or a smaller budget",
+}
+"""What helps, by verdict."""
+
+_USUAL_WEIGHT = 0.1
+"""Weight of the newest step in the usual seconds per token."""
+
+Evidence = tuple[tuple[str, float], ...]
+"""Names and numbers that a verdict rests on."""
+
+
+class Risk(NamedTuple):
+    """A verdict with its evidence."""
+
+    verdict: Verdict
+    """What is wrong, if anything."""
+
+    rule: str
+    """The rule that decided."""
+
+    evidence: Evidence = ()
+    """The numbers it was applied to; bytes, seconds or counts, as their names say."""
+
+
+class RiskState(NamedTuple):
+    """What is remembered from step to step."""
+
+    num_steps: int = 0
+    """Steps assessed."""
+
+    num_alloc_retries: int | None = None
+    """The allocator's count after the last step."""
+
+    retry_streak: int = 0
+    """Steps in a row in which it rose, warm-up left out."""
+
+    usual: Mapping[int, float] = MappingProxyType({})
+    """Usual seconds per token by `length_bucket`, of steps that were not paged out."""
+
+
+OK = Risk("ok", "every figure is within its threshold")
+_UNKNOWN = Risk("unknown", "neither the bytes in use nor a limit for them can be read")
+
+
+def length_bucket(length: int) -> int:
+    """Returns the doubling that a length lies in: 9 for 256 to 511."""
+    return length.bit_length()
+
+
+def assess(state: RiskState, seen: Observation) -> tuple[RiskState, Risk]:
+    """Returns the state after a step, and the verdict on it.
+
+    Args:
+        state: The state before.
+        seen: The step.
+    """
+    streak = _retry_streak(state, seen)
+    risk = _verdict(state, seen, streak)
+    usual = state.usual
+    if risk.verdict != "spill" and seen.tokens > 0:
+        bucket, rate = length_bucket(seen.length), seen.seconds / seen.tokens
+        known = usual.get(bucket)
+        value = rate if known is None else known + _USUAL_WEIGHT * (rate - known)
+        usual = {**usual, bucket: value}
+    retries = seen.num_alloc_retries
+    return (
+        RiskState(
+            num_steps=state.num_steps + 1,
+            num_alloc_retries=state.num_alloc_retries if retries is None else retries,
+            retry_streak=streak,
+            usual=usual,
+        ),
+        risk,
+    )
+
+
+def _retry_streak(state: RiskState, seen: Observation) -> int:
+    now, before = seen.num_alloc_retries, state.num_alloc_retries
+    if state.num_steps < WARM_UP_STEPS or now is None or before is None or now <= before:
+        return 0
+    return state.retry_streak + 1
+
+
+def _verdict(state: RiskState, seen: Observation, streak: int) -> Risk:
+    limit, peak = seen.limit_bytes, seen.peak_bytes
+    if limit is None or (peak is None and seen.in_use_bytes is None):
+        return _UNKNOWN
+    return (
+        _spill(state, seen)
+        or _fragmentation(seen)
+        or _pressure(seen, limit, peak or 0, streak)
+        or OK
+    )
+
+
+def _spill(state: RiskState, seen: Observation) -> Risk | None:
+    capacity = seen.capacity_bytes
+    held = max(seen.in_use_bytes or 0, seen.reserved_bytes or 0)
+    if capacity is None or held <= capacity:
+        return None
+    usual = state.usual.get(length_bucket(seen.length))
+    rate = seen.seconds / max(seen.tokens, 1)
+    if usual is None or rate <= SLOW_FACTOR * usual:
+        return None
+    return Risk(
+        "spill",
+        f"more is held than there is, and steps take over {SLOW_FACTOR} times as long as usual",
+        (
+            ("held_bytes", held),
+            ("capacity_bytes", capacity),
+            ("seconds_per_token", rate),
+            ("usual_seconds_per_token", usual),
+        ),
+    )
+
+
+def _fragmentation(seen: Observation) -> Risk | None:
+    capacity, held, holes = seen.capacity_bytes, seen.reserved_bytes, seen.hole_bytes
+    if capacity is None or not held or not holes or held <= CROWDED_SHARE * capacity:
+        return None
+    used = max(seen.peak_bytes or 0, seen.in_use_bytes or 0)
+    if holes <= HOLES_SHARE * held or held - used <= UNUSED_SHARE * held:
+        return None
+    return Risk(
+        "fragmentation",
+        "the allocator holds nearly all there is, much of it unused and in holes",
+        (
+            ("reserved_bytes", held),
+            ("capacity_bytes", capacity),
+            ("highest_used_bytes", used),
+            ("inactive_split_bytes", holes),
+        ),
+    )
+
+
+def _pressure(seen: Observation, limit: int, peak: int, streak: int) -> Risk | None:
+    if peak > FULL_SHARE * limit:
+        rule = f"the peak is above {FULL_SHARE:.0%} of the limit"
+        return Risk("pressure", rule, (("peak_bytes", peak), ("limit_bytes", limit)))
+    if seen.num_failures or seen.evicted_bytes:
+        return Risk(
+            "pressure",
+            "the step fitted only because records were evicted",
+            (("evicted_bytes", seen.evicted_bytes), ("failures", seen.num_failures)),
+        )
+    held, capacity = seen.reserved_bytes, seen.capacity_bytes
+    if streak < TREND_STEPS or held is None or capacity is None:
+        return None
+    if held <= CROWDED_SHARE * capacity:
+        return None
+    return Risk(
+        "pressure",
+        f"the allocator had to release its cache in {TREND_STEPS} steps in a row or more",
+        (("steps_in_a_row", streak), ("reserved_bytes", held), ("capacity_bytes", capacity)),
+    )
