@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,3 +103,33 @@ def test_a_system_without_limits_has_none(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "resource", None)
     assert data_limit_bytes() is None
     assert host_limits.data_limit_bytes is data_limit_bytes
+
+
+def test_the_process_is_read_anew_every_time(tmp_path: Path) -> None:
+    files = host(tmp_path, {"proc/self/statm": "1000 300 100 10 0 800 0\n"})
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert files.process_bytes() == (300 * page, 800 * page)
+    (tmp_path / "proc/self/statm").write_text("1000 301 100 10 0 801 0\n", "ascii")
+    assert files.process_bytes() == (301 * page, 801 * page)
+
+
+FORK = """
+import os
+from rematic.memory.host_limits import HostFiles
+
+files = HostFiles()
+files.process_bytes()
+child = os.fork()
+if child == 0:
+    before = files.resident_bytes()
+    ballast = b"1" * (64 << 20)
+    os._exit(0 if files.resident_bytes() - before > 60 << 20 else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_reads_its_own_files() -> None:
+    """The file of a process is that of whoever opened it."""
+    run = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "0"
