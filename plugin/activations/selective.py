@@ -104,6 +104,8 @@ class SelectiveCache:
         self._decider = _Decider(selection)
         contexts = create_selective_checkpoint_contexts(self._decider.decide)  # type: ignore[no-untyped-call] # torch 2.13
         self._in_forward, self._in_replay = contexts
+        for context in contexts:  # what is compiled inside of the unit stays compiled
+            context.ignore_compile_internals = _yes
 
     def note_slot(self) -> None:
         """Takes note that a tensor was saved for backward: a replay must come this far."""
@@ -133,6 +135,10 @@ class SelectiveCache:
     def replaying(self) -> contextlib.AbstractContextManager[Any]:
         """Gives results back to the replay that runs in the body, each one once."""
         return self._in_replay  # type: ignore[no-any-return] # torch 2.13 leaves it untyped
+
+
+def _yes() -> bool:
+    return True
 
 
 class _Decider:

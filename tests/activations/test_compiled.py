@@ -156,6 +156,40 @@ def test_the_compiler_that_people_use() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+class PartlyCompiled(nn.Module):
+    """Calls compiled code inside of itself, which must never run uncompiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.inside = torch.compile(self.compiled, backend=_counting, fullgraph=True)
+
+    def compiled(self, y: torch.Tensor) -> torch.Tensor:
+        assert torch.compiler.is_compiling(), "it would hold every score"
+        return torch.tanh(y) * y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.inside(self.up(x)))
+
+
+def _counting(graph: Any, inputs: Any) -> Any:
+    return graph.forward
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_is_compiled_inside_of_a_unit_stays_compiled() -> None:
+    wanted = step(make_model(PartlyCompiled))
+    model = make_model(PartlyCompiled)
+    engine = Engine(model)
+    for action in ACTIONS:
+        applied(engine, action)
+        with OpRetry(lambda *_: 0):
+            assert differences(step(model), wanted) == []
+    assert [unit.pinned for unit in engine.units] == [None] * 3
+    assert all(verdict.hidden is not None for verdict in engine.ledger.verdicts.values())
+    engine.detach()
+
+
 def test_names_and_copies_are_those_of_the_compiled_model() -> None:
     model, untouched = make_model(Drops), make_model(Drops)
     for other in (model, untouched):
