@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rematic.planner.op_sets import (
     OpSet,
+    TimedSet,
     best_op_sets,
     choose_sets,
     corner_sets,
@@ -28,7 +30,7 @@ from rematic.policy import (
 LOSSLESS = ("keep", "selective", "recompute", "recompute+offload", "offload")
 """Actions among which a plan is chosen unless the user names others."""
 
-MAX_OP_SETS = 8
+MAX_OP_SETS = 10
 """Most op sets of one class that become options."""
 
 
@@ -99,14 +101,9 @@ def options_of(
         if action.name in allowed and action.name in measured
     ]
     if "selective" in allowed and "recompute" in measured:
-        sets = _worthwhile_sets(measured, unit.ops, seconds)
         options += [
-            selective_option(
-                unit,
-                op_set,
-                seconds=pace.with_host(replay - op_set.saved_seconds, pace.selective_seconds),
-            )
-            for op_set in sets
+            selective_option(unit, op_set, seconds=_selective_seconds(op_set, replay, pace))
+            for op_set in _worthwhile_sets(unit, seconds, replay=replay, pace=pace)
             if op_set.ops
         ]
     if not options:
@@ -118,15 +115,32 @@ def options_of(
 
 
 def _worthwhile_sets(
-    measured: Mapping[str, ActionBytes], ops: Sequence[OpCost], seconds: Sequence[float]
+    unit: UnitCosts, seconds: Sequence[float], *, replay: float, pace: Pace
 ) -> tuple[OpSet, ...]:
     """Returns op sets that keep less than `keep` does, which takes no time at all."""
+    measured = dict(unit.actions)
+    ends = [(0, pace.with_host(replay, pace.replay_seconds))]
     below = None
     if "keep" in measured:
         below = max(1, measured["keep"].kept - measured["recompute"].kept)
-    corners = corner_sets(ops, seconds, below_bytes=below)
-    others = () if len(corners) >= MAX_OP_SETS else best_op_sets(ops, seconds, below_bytes=below)
-    return choose_sets(corners, others, limit=MAX_OP_SETS)
+        ends.append((below, 0.0))
+    timed = [
+        TimedSet(op_set=op_set, seconds=_selective_seconds(op_set, replay, pace))
+        for op_set in _candidates(unit.ops, tuple(seconds), below)
+    ]
+    return choose_sets(timed, ends=ends, limit=MAX_OP_SETS)
+
+
+@functools.lru_cache(maxsize=16)  # the classes of a model often differ in other things than ops
+def _candidates(
+    ops: tuple[OpCost, ...], seconds: tuple[float, ...], below_bytes: int | None
+) -> tuple[OpSet, ...]:
+    corners = corner_sets(ops, seconds, below_bytes=below_bytes)
+    return tuple(dict.fromkeys((*corners, *best_op_sets(ops, seconds, below_bytes=below_bytes))))
+
+
+def _selective_seconds(op_set: OpSet, replay: float, pace: Pace) -> float:
+    return pace.with_host(max(0.0, replay - op_set.saved_seconds), pace.selective_seconds)
 
 
 def listed_option(unit: UnitCosts, pace: Pace, *, save: Sequence[str] = DEFAULT_SAVED) -> Option:
@@ -140,11 +154,7 @@ def listed_option(unit: UnitCosts, pace: Pace, *, save: Sequence[str] = DEFAULT_
     seconds = [pace.op_seconds(op) for op in unit.ops]
     replay = sum(s for s, op in zip(seconds, unit.ops, strict=True) if op.is_replayed)
     op_set = named_op_set(unit.ops, seconds, save)
-    option = selective_option(
-        unit,
-        op_set,
-        seconds=pace.with_host(replay - op_set.saved_seconds, pace.selective_seconds),
-    )
+    option = selective_option(unit, op_set, seconds=_selective_seconds(op_set, replay, pace))
     return replace(option, action=Selective(save=tuple(save)))
 
 
@@ -173,7 +183,7 @@ def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Optio
         forward_bytes=max(kept, base.forward + rise),
         backward_bytes=max(0, highest - kept),
         gradient_bytes=base.gradient,
-        seconds=max(0.0, seconds),
+        seconds=seconds,
     )
 
 

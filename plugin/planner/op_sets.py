@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rematic.planner.unit_costs import OpCost
 from rematic.policy import parse_op_name
@@ -143,41 +144,64 @@ def corner_sets(
     return tuple(reversed(sets))
 
 
-def choose_sets(
-    corners: Sequence[OpSet], others: Sequence[OpSet], *, limit: int
-) -> tuple[OpSet, ...]:
-    """Returns at most `limit` sets by falling bytes: corners first, then others.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedSet:
+    """An op set with what it costs a step."""
 
-    Of the corners the two ends, then again and again the one that saves most time over the line
-    between its neighbours; of the others, if there is room, some that lie evenly over the bytes.
+    op_set: OpSet
+    """The ops."""
+
+    seconds: float
+    """Time of the step beyond that with `keep`: the replay, and the host."""
+
+
+def choose_sets(
+    candidates: Sequence[TimedSet], *, ends: Sequence[tuple[int, float]], limit: int
+) -> tuple[OpSet, ...]:
+    """Returns at most `limit` sets by falling bytes: those that mixes of many units need.
+
+    Again and again the one whose seconds lie lowest under the line between its neighbours, so that
+    little is lost by leaving the others out. If none lies under it any more and there is room, some
+    that lie evenly over the bytes: a few units cannot be mixed as finely.
 
     Args:
-        corners: Sets on the convex hull, by falling bytes.
-        others: Further undominated sets, by falling bytes.
-        limit: Most sets to return, at least 2.
+        candidates: Sets to choose from.
+        ends: Bytes and seconds of what there is anyway: `keep`, and `recompute` with 0 bytes.
+        limit: Most sets to return.
     """
-    chosen = sorted({0, len(corners) - 1})
-    while len(chosen) < min(limit, len(corners)):
-        left = [i for i in range(len(corners)) if i not in chosen]
-        gaps = [(_gap(corners, chosen, i), -i) for i in left]
-        chosen = sorted([*chosen, -max(gaps)[1]])
-    sets = {corners[i].ops: corners[i] for i in chosen}
-    rest = [op_set for op_set in others if op_set.ops not in sets]
-    room = min(limit - len(sets), len(rest))
-    for k in range(room):
-        op_set = rest[(2 * k + 1) * len(rest) // (2 * room)]
-        sets[op_set.ops] = op_set
-    return tuple(sorted(sets.values(), key=lambda one: (-one.kept_bytes, one.ops)))
+    left = _fastest_by_bytes(candidates)
+    line = sorted(ends)
+    chosen: list[OpSet] = []
+    while left and len(chosen) < limit:
+        gap, position = max((_gap(line, one), -i) for i, one in enumerate(left))
+        if gap <= 0:
+            break
+        one = left.pop(-position)
+        chosen.append(one.op_set)
+        line = sorted([*line, (one.op_set.kept_bytes, one.seconds)])
+    room = min(limit - len(chosen), len(left))
+    chosen += [left[(2 * k + 1) * len(left) // (2 * room)].op_set for k in range(room)]
+    return tuple(sorted(chosen, key=lambda one: (-one.kept_bytes, one.ops)))
 
 
-def _gap(corners: Sequence[OpSet], chosen: Sequence[int], i: int) -> float:
-    """Returns how much more time a corner saves than a mix of the chosen ones beside it."""
-    above = corners[max(j for j in chosen if j < i)]
-    below = corners[min(j for j in chosen if j > i)]
-    corner = corners[i]
-    share = (corner.kept_bytes - below.kept_bytes) / (above.kept_bytes - below.kept_bytes)
-    mixed = below.saved_seconds + share * (above.saved_seconds - below.saved_seconds)
-    return corner.saved_seconds - mixed
+def _fastest_by_bytes(candidates: Sequence[TimedSet]) -> list[TimedSet]:
+    """Returns, by rising bytes, the sets that are faster than every one that keeps less."""
+    fastest: list[TimedSet] = []
+    order = sorted(candidates, key=lambda one: (one.op_set.kept_bytes, one.seconds, one.op_set.ops))
+    for one in order:
+        if not fastest or one.seconds < fastest[-1].seconds:
+            fastest.append(one)
+    return fastest
+
+
+def _gap(line: Sequence[tuple[int, float]], one: TimedSet) -> float:
+    """Returns how far a set lies under the line through points of rising bytes; 0 beyond it."""
+    kept = one.op_set.kept_bytes
+    for (left_bytes, left_seconds), (right_bytes, right_seconds) in pairwise(line):
+        if left_bytes <= kept <= right_bytes and left_bytes < right_bytes:
+            share = (kept - left_bytes) / (right_bytes - left_bytes)
+            return left_seconds + share * (right_seconds - left_seconds) - one.seconds
+    return 0.0
 
 
 def _undominated(

@@ -3,7 +3,14 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematic.planner.op_sets import OpSet, best_op_sets, choose_sets, corner_sets, keepable_ops
+from rematic.planner.op_sets import (
+    OpSet,
+    TimedSet,
+    best_op_sets,
+    choose_sets,
+    corner_sets,
+    keepable_ops,
+)
 from tests.planner.blocks import OPS, op
 
 properties = settings(max_examples=50, deadline=None, derandomize=True, database=None)
@@ -85,30 +92,37 @@ def test_no_sum_lies_above_the_line_between_corners(items):
         assert one.saved_seconds <= saved[below] + share * (saved[above] - saved[below]) + 1e-9
 
 
-def sets_of(*pairs):
-    return tuple(
-        OpSet(ops=(i,), kept_bytes=kept, saved_seconds=saved)
-        for i, (kept, saved) in enumerate(pairs)
-    )
+def timed(*pairs):
+    return [
+        TimedSet(op_set=OpSet(ops=(i,), kept_bytes=kept, saved_seconds=0.0), seconds=seconds)
+        for i, (kept, seconds) in enumerate(pairs)
+    ]
 
 
-def test_of_many_corners_those_that_save_most_are_chosen():
-    corners = sets_of((100, 10.0), (80, 9.9), (50, 9.0), (40, 8.5), (10, 4.0), (0, 0.0))
-    kept = [one.kept_bytes for one in choose_sets(corners, (), limit=4)]
-    # Over the line from 100 to 0 the set of 50 bytes saves 4.0 more, the one of 40 4.5; then the
-    # one of 10 saves most over the line from 40 to 0.
-    assert kept == [100, 40, 10, 0]
-    assert choose_sets(corners, (), limit=6) == corners
-    assert choose_sets(corners[:1], (), limit=4) == corners[:1]
+def kept_of(sets):
+    return [one.kept_bytes for one in sets]
 
 
-def test_where_there_is_room_others_are_chosen_too():
-    corners = sets_of((100, 10.0), (0, 0.0))
-    others = tuple(
-        OpSet(ops=(7, i), kept_bytes=90 - 10 * i, saved_seconds=8.0 - i) for i in range(6)
-    )
-    chosen = choose_sets(corners, (*corners, *others), limit=4)
-    assert [one.kept_bytes for one in chosen] == [100, 80, 50, 0]
+def test_of_many_sets_those_that_lie_lowest_are_chosen():
+    candidates = timed((100, 0.5), (80, 0.6), (50, 1.0), (40, 1.5), (10, 6.0), (0, 10.0))
+    ends = [(0, 10.5), (120, 0.0)]
+    # Under the line from 10.5 to 0 the set of 40 bytes lies 5.5 deep, then, under the lines beside
+    # it, that of 10 bytes 2.25, that of 80 bytes 0.15.
+    assert kept_of(choose_sets(candidates, ends=ends, limit=1)) == [40]
+    assert kept_of(choose_sets(candidates, ends=ends, limit=2)) == [40, 10]
+    assert kept_of(choose_sets(candidates, ends=ends, limit=9)) == [100, 80, 50, 40, 10, 0]
+
+
+def test_a_set_that_keeps_more_for_as_much_time_is_left_out():
+    candidates = timed((100, 1.0), (60, 1.0), (50, 3.0))
+    assert kept_of(choose_sets(candidates, ends=[(0, 10.0), (120, 0.0)], limit=9)) == [60, 50]
+
+
+def test_where_there_is_room_sets_above_the_line_are_chosen_too():
+    candidates = timed(*((10 * i, 10.0 - i + 0.2) for i in range(1, 9)))
+    ends = [(0, 10.0), (100, 0.0)]
+    assert kept_of(choose_sets(candidates, ends=ends, limit=2)) == [70, 30]
+    assert choose_sets([], ends=ends, limit=2) == ()
 
 
 def test_thousands_of_sums_are_thinned_out_in_no_time():
