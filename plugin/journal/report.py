@@ -9,6 +9,8 @@ from rematic.byte_sizes import format_bytes
 from rematic.journal.summary import Event, PlanSummary, RunSummary, summarize
 from rematic.journal.table import text_table
 
+_UNITS_NAMED = 3
+"""How many units a line names."""
 PLAN_HEADERS = ("policy", "plan", "steps", "length", "tokens", "seconds", "tokens/s", "peak")
 
 
@@ -19,7 +21,8 @@ def format_report(events: Iterable[Event]) -> str:
 
 def format_summary(summary: RunSummary) -> str:
     """The summary of a run as text."""
-    return "\n".join([*_heading(summary), "", *_plans(summary), "", *_figures(summary)])
+    parts = [*_heading(summary), "", *_plans(summary), "", *_figures(summary)]
+    return "\n".join([*parts, *_notices(summary)])
 
 
 def _heading(summary: RunSummary) -> list[str]:
@@ -84,6 +87,16 @@ def _figures(summary: RunSummary) -> list[str]:
         *([f"last loss         {summary.last_loss:.4f}"] if summary.last_loss is not None else []),
         *([f"checkpoint        {summary.checkpoint}"] if summary.checkpoint else []),
     ]
+
+
+def _notices(summary: RunSummary) -> list[str]:
+    lines = [
+        ", ".join(unit or "the model" for unit in notice.units[:_UNITS_NAMED])
+        + (f" and {len(notice.units) - _UNITS_NAMED} more" * (len(notice.units) > _UNITS_NAMED))
+        + f" ({notice.kind}): {notice.text}"
+        for notice in summary.notices
+    ]
+    return ["", *lines] if lines else []
 
 
 def _memory(summary: RunSummary) -> str:

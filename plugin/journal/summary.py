@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rematic.journal.notice_summary import NoticeSummary, summarize_notices
+
 Event = Mapping[str, object]
 
 
@@ -92,6 +94,8 @@ class RunSummary:
     """Path of the last checkpoint."""
     plans: tuple[PlanSummary, ...]
     """The same steps by policy and plan, in the order in which these first appeared."""
+    notices: tuple[NoticeSummary, ...]
+    """What was found out about units, in the order in which it was."""
 
     def to_dict(self) -> dict[str, object]:
         """The summary as plain values, as `--json` prints it."""
@@ -121,6 +125,7 @@ class _Tally:
     end: Event = field(default_factory=dict)
     steps: list[Event] = field(default_factory=list)
     given_up: list[Event] = field(default_factory=list)
+    notices: list[Event] = field(default_factory=list)
     kinds: dict[str, int] = field(default_factory=dict)
     checkpoint: str | None = None
     last_loss: float | None = None
@@ -134,6 +139,8 @@ class _Tally:
             self.steps.append(event)
         elif kind == "stop":
             self.given_up.append(event)
+        elif kind == "notice":
+            self.notices.append(event)
         elif kind == "checkpoint":
             self.checkpoint = _text(event, "path")
         elif kind == "run_end":
@@ -185,6 +192,7 @@ class _Tally:
             last_loss=self.last_loss,
             checkpoint=self.checkpoint,
             plans=_summarize_plans(steps),
+            notices=summarize_notices(self.notices),
         )
 
 

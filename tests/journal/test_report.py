@@ -109,3 +109,26 @@ def test_says_why_a_run_ended_and_what_was_over_budget() -> None:
 def test_a_run_without_a_step() -> None:
     assert "no step was finished" in format_report([])
     assert summarize([]).steps == 0
+
+
+def test_notices_come_last_and_are_grouped() -> None:
+    def notice(unit: str, kind: str, text: str) -> dict[str, object]:
+        return {"event": "notice", "step": 0, "unit": unit, "kind": kind, "text": text}
+
+    events = [
+        step(0),
+        *(notice(f"layers.{i}", "compress", f"8 bits differ by {i}.5%") for i in range(5)),
+        notice("layers.7", "kept", "the replay of unit 'layers.7' saved 3 tensors less"),
+        notice("layers.8", "kept", "the replay of unit 'layers.8' saved 3 tensors less"),
+        notice("layers.0", "compress", "8 bits differ by 0.7%"),
+        notice("", "taken_over", "gradient checkpointing is turned off"),
+    ]
+    assert format_report(events).splitlines()[-4:] == [
+        "",
+        "layers.0, layers.1, layers.2 and 2 more (compress): 8 bits differ by 0.7%",
+        "layers.7, layers.8 (kept): the replay of unit 'layers.7' saved 3 tensors less",
+        "the model (taken_over): gradient checkpointing is turned off",
+    ]
+    told = summarize(events).to_dict()["notices"]
+    assert isinstance(told, tuple)
+    assert [len(each["units"]) for each in told] == [5, 2, 1]
