@@ -106,8 +106,8 @@ def _row(forecast: PolicyForecast) -> list[str]:
     return [
         forecast.policy,
         format_bytes(peak.total),
-        format_bytes(peak.kept),
-        format_bytes(peak.gradients),
+        format_bytes(_kept(peak)),
+        format_bytes(max(0, peak.gradients)),
         format_bytes(peak.working),
         where_of(peak),
         f"{forecast.seconds:.3g}",
@@ -148,7 +148,12 @@ def _peak_to_dict(peak: Peak) -> dict[str, object]:
         "place": peak.place,
         "unit": peak.unit,
         "fixed_bytes": peak.fixed,
-        "kept_bytes": peak.kept,
-        "gradients_bytes": peak.gradients,
+        "kept_bytes": _kept(peak),
+        "gradients_bytes": max(0, peak.gradients),
         "working_bytes": peak.working,
     }
+
+
+def _kept(peak: Peak) -> int:
+    """Bytes kept, less what backward has freed by then beyond the gradients that it left."""
+    return peak.kept + min(0, peak.gradients)

@@ -149,8 +149,14 @@ def forecast_step(costs: StepCosts, pace: Pace, *, budget_bytes: int) -> Forecas
 
 
 def forward_seconds(costs: StepCosts, pace: Pace) -> float:
-    """Returns the time of one forward of the whole model."""
+    """Returns the time of one forward of the whole model.
+
+    A unit takes no less than the host does, which is reckoned as long as for a replay of it, where
+    the host works beside the device.
+    """
     by_class = [sum(pace.op_seconds(op) for op in unit.ops) for unit in costs.classes]
+    if pace.overlaps_host:
+        by_class = [max(seconds, pace.replay_seconds) for seconds in by_class]
     around = sum(pace.op_seconds(op) for op in costs.around_ops)
     return around + sum(by_class[i] for i in costs.unit_classes)
 

@@ -11,6 +11,7 @@ from rematic.planner import (
     longest_length,
     where_of,
 )
+from rematic.planner.forecast import forward_seconds
 from tests.planner.blocks import BLOCK, OPS, PACE, step_costs
 
 
@@ -125,3 +126,9 @@ def test_a_block_that_is_too_large_alone_calls_for_tiles():
 
 def test_a_plan_that_fits_needs_no_advice():
     assert advice_of(by_policy(step_costs(4), 1600)[0]) == ()
+
+
+def test_where_the_host_works_beside_the_device_a_unit_takes_no_less_than_the_host():
+    beside = replace(PACE, overlaps_host=True, replay_seconds=100.0)
+    assert forward_seconds(step_costs(4), PACE) == pytest.approx(4 * 17.1)
+    assert forward_seconds(step_costs(4), beside) == 400.0

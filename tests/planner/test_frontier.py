@@ -1,12 +1,14 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rematic.planner import options_of, problem_of
 from rematic.planner.frontier import selective_option
 from rematic.planner.op_sets import OpSet
 from rematic.policy import Compress, Keep, Offload, Recompute, Selective
-from tests.planner.blocks import BLOCK, PACE, step_costs
+from tests.planner.blocks import BLOCK, PACE, op, step_costs
 
 
 def by_name(options):
@@ -69,3 +71,24 @@ def test_units_of_one_class_share_their_options():
     assert problem.units[0] is problem.units[2]
     assert problem.fixed.weights == 1000
     assert problem.around.head == 50
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 500), st.booleans()), max_size=8),
+    st.booleans(),
+)
+def test_a_heavier_action_never_keeps_more(items, beside):
+    ops = tuple(
+        op("aten::mm", i, made=made, flops=flops, freed=None if out else len(items) - 1)
+        for i, (made, flops, out) in enumerate(items)
+    )
+    pace = replace(PACE, overlaps_host=beside)
+    options = options_of(replace(BLOCK, ops=ops), pace, allowed=("keep", "selective", "recompute"))
+    names = [option.action.name for option in options]
+    kept = [option.kept_bytes for option in options]
+    assert names[0] == "keep"
+    assert "recompute" in names
+    assert kept == sorted(kept, reverse=True)
+    assert min(kept) == 40  # what recompute keeps; sets that cost nothing keep as much
+    assert all(option.seconds >= 0 for option in options)
