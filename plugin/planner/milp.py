@@ -7,11 +7,15 @@ it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from rematic.planner.problem import Problem
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 _BYTES_SCALE = 2.0**20
 """The solver's tolerances are absolute: it is given MiB."""
@@ -32,7 +36,7 @@ class MilpAnswer:
 
 
 def solve_exactly(
-    problem: Problem, *, budget_bytes: int, time_limit_seconds: float = 60.0, gap: float = 0.0
+    problem: Problem, *, budget_bytes: int, time_limit_seconds: float = 60.0
 ) -> MilpAnswer:
     """Returns the fastest assignment within a budget, by `scipy.optimize.milp`.
 
@@ -43,40 +47,54 @@ def solve_exactly(
         problem: The problem.
         budget_bytes: Bytes that the peak may reach.
         time_limit_seconds: Time after which the solver stops with what it has.
-        gap: Relative gap between answer and bound at which it may stop.
 
     Raises:
         ModuleNotFoundError: scipy is not installed.
     """
+    relaxed = _run(problem, budget_bytes, time_limit_seconds, integral=False)
+    result = _run(problem, budget_bytes, time_limit_seconds, integral=True)
+    infeasible = 2 in (relaxed.status, result.status)
+    assignment = None if result.x is None else _assignment(problem, result.x)
+    bounds = [0.0, *(_bound(one) for one in (relaxed, result))]
+    return MilpAnswer(
+        assignment=assignment,
+        bound_seconds=float("inf") if infeasible else max(bounds) * _scale(problem),
+        is_proved=infeasible or result.status == 0,
+    )
+
+
+def _run(
+    problem: Problem, budget_bytes: int, time_limit_seconds: float, *, integral: bool
+) -> OptimizeResult:
+    """Solves the program; without integrality it is quick and gives a bound in any case."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     seconds = np.array([option.seconds for options in problem.units for option in options])
     if not len(seconds):
         raise ValueError("the problem has no units: expected at least one to choose for.")
-    scale = max(float(seconds.max()), 1e-12)
     rows, limits = _intervals(problem, budget_bytes)
-    result = milp(
-        seconds / scale,
+    return milp(
+        seconds / _scale(problem),
         constraints=[
             LinearConstraint(_one_option_each(problem), 1, 1),
             LinearConstraint(rows / _BYTES_SCALE, -np.inf, limits / _BYTES_SCALE),
         ],
-        integrality=np.ones(len(seconds)),
+        integrality=np.full(len(seconds), int(integral)),
         bounds=Bounds(0, 1),
-        options={"time_limit": time_limit_seconds, "mip_rel_gap": gap},
+        options={"time_limit": time_limit_seconds, "mip_rel_gap": 0.0},
     )
-    infeasible = result.status == 2
-    bound = result.mip_dual_bound
-    assignment = None if result.x is None else _assignment(problem, result.x)
-    if infeasible:
-        bound_seconds = float("inf")
-    else:
-        bound_seconds = 0.0 if bound is None or not np.isfinite(bound) else float(bound) * scale
-    return MilpAnswer(
-        assignment=assignment,
-        bound_seconds=bound_seconds,
-        is_proved=infeasible or result.status == 0,
-    )
+
+
+def _scale(problem: Problem) -> float:
+    return max(1e-12, *(option.seconds for options in problem.units for option in options))
+
+
+def _bound(result: OptimizeResult) -> float:
+    """Returns what no solution is below, in scaled seconds."""
+    bound = result.get("mip_dual_bound")
+    if bound is None and result.status == 0:
+        bound = result.fun
+    return 0.0 if bound is None or not np.isfinite(bound) else float(bound)
 
 
 def _offsets(problem: Problem) -> list[int]:
