@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rematic.activations.tiled_loss import tiled_cross_entropy as tiled_cross_entropy
     from rematic.attachment import attach as attach
     from rematic.batch_shape import BatchShape as BatchShape
+    from rematic.hosts.accelerate import RecomputePlugin as RecomputePlugin
     from rematic.hosts.lightning import RecomputeStrategy as RecomputeStrategy
     from rematic.hosts.transformers_loss import use_tiled_loss as use_tiled_loss
     from rematic.policy import Policy as Policy
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BatchShape": "rematic.batch_shape",
     "Policy": "rematic.policy",
+    "RecomputePlugin": "rematic.hosts.accelerate",
     "RecomputeStrategy": "rematic.hosts.lightning",
     "ReplayError": "rematic.activations",
     "Rule": "rematic.policy",

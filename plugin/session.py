@@ -156,6 +156,10 @@ class Session:
             for optimizer in optimizers
         ]
 
+    def read_parameters(self) -> None:
+        """Looks for the parameters again, after something has replaced them (a sharded wrapper)."""
+        self._parameters = list(self.model.parameters())
+
     @contextlib.contextmanager
     def step(self, batch: object = None) -> Iterator[None]:
         """Covers forward and backward of one micro-batch: plans for it, watches it, learns.

@@ -22,8 +22,8 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     """Load a shipped recipe by name, or a file by path.
 
     Args:
-        name_or_path: a name of `list_recipes`, or a path (one that holds a separator or ends in
-            .yaml or .yml).
+        name_or_path: a name of `list_recipes`, a path (one that holds a separator or ends in
+            .yaml or .yml), or `auto` for a recipe of defaults.
         overrides: `key=value` texts that win over the files, the last one over the others. The
             key is a path such as `training.epochs` or `policy.rules[0].match`, the value is YAML.
 
@@ -42,11 +42,19 @@ def load_recipe_with_origins(
     """
     if isinstance(overrides, str):
         raise RecipeError(f"overrides is the text {overrides!r}; expected a list of such texts")
-    tree = _compose(_read_chain(find_recipe(name_or_path)))
+    tree = _read_nothing() if name_or_path == "auto" else _read_composed(name_or_path)
     for number, text in enumerate(overrides, start=1):
         tree = apply_override(tree, text=text, number=number)
     parsers: dict[type, Parser] = {Budget: parse_budget}
     return read_tree(Recipe, tree, noun="a recipe", parsers=parsers, other_keys=("extends",))
+
+
+def _read_nothing() -> TreeMap:
+    return TreeMap(entries={}, origin=Origin(source="auto"))
+
+
+def _read_composed(name_or_path: str | Path) -> TreeMap:
+    return _compose(_read_chain(find_recipe(name_or_path)))
 
 
 def _compose(chain: Sequence[tuple[Path, TreeMap]]) -> TreeMap:

@@ -1,0 +1,145 @@
+"""A plugin for Hugging Face Accelerate and for the Trainer of Transformers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from typing_extensions import ParamSpec
+
+from rematic.batch_shape import BatchShape
+from rematic.hosts.accelerate_driver import AccelerateDriver, AttachOptions
+from rematic.hosts.recompute_environment import read_environment
+from rematic.journal import EventSink
+from rematic.memory import Probe
+from rematic.policy import Policy
+from rematic.recipes import Recipe
+from rematic.session import Session
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class RecomputePlugin:
+    """Trains inside a memory budget what an Accelerator prepares.
+
+    Reads nothing from the environment; `from_config` does.
+
+    Examples:
+        >>> plugin = RecomputePlugin(budget="20GiB")
+        >>> plugin.is_attached
+        False
+    """
+
+    recipe: str | Path | Recipe | Mapping[str, Any] = "auto"
+    """`auto`, a recipe's name, a path, a recipe, or a config with a recipe's keys."""
+
+    overrides: Sequence[str] = ()
+    """`key=value` texts over a recipe that is given by name or path."""
+
+    budget: int | float | str | None = None
+    """Bytes that may be in use, weights and optimizer included, such as `20GiB`, a share of the
+    device such as 0.9, or `auto`; instead of the recipe's. On a CPU it must be given."""
+
+    policy: str | Policy | None = None
+    """A policy or the name of one; instead of the recipe's."""
+
+    probe: str | Probe | None = None
+    """`auto`, `host`, `cuda`, or a probe; instead of the recipe's."""
+
+    batch_shape: Callable[[object], BatchShape] | None = None
+    """Reads a batch; None: the largest tensor in it, integers first."""
+
+    journal: EventSink | None = None
+    """Takes the decisions, such as a `rematic.journal.JournalWriter`."""
+
+    enabled: bool = True
+    """Whether anything is done; False: the script runs as if the plugin were not there."""
+
+    _driver: AccelerateDriver = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        options = AttachOptions(
+            recipe=self.recipe,
+            overrides=tuple(self.overrides),
+            budget=self.budget,
+            policy=self.policy,
+            probe=self.probe,
+            batch_shape=self.batch_shape,
+            journal=self.journal,
+        )
+        self._driver = AccelerateDriver(options, enabled=self.enabled)
+
+    @classmethod
+    def from_config(cls, **fields: Any) -> RecomputePlugin:
+        """Makes a plugin as the Accelerate config says, by what the launcher put into environment.
+
+        `REMATIC_RECIPE` and `REMATIC_OVERRIDES` name the recipe, `REMATIC_ENABLED` turns it on or
+        off. Without them Accelerate's own key for activation checkpointing turns it on. If nothing
+        is set the plugin is disabled.
+
+        Args:
+            **fields: Fields of the plugin, which win over the environment.
+
+        Raises:
+            ValueError: If a variable holds something else than it should.
+        """
+        return cls(**{**read_environment(), **fields})
+
+    @property
+    def session(self) -> Session | None:
+        """The session of the model that is or was managed last; None before the first."""
+        return self._driver.session
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a model is managed now."""
+        return self._driver.is_attached
+
+    def attach(self, accelerator: Accelerator) -> RecomputePlugin:
+        """Manages the model that `accelerator.prepare` is given from now on.
+
+        It is moved to its device and attached there, before it is wrapped. Accelerate's own
+        activation checkpointing is turned off until `detach`.
+
+        Args:
+            accelerator: The Accelerator, before its `prepare` is called.
+
+        Returns:
+            The plugin.
+
+        Raises:
+            ValueError: If `prepare` was called already, the plugin has another Accelerator, or the
+                Accelerator runs DeepSpeed or Megatron-LM.
+        """
+        self._driver.attach(accelerator)
+        return self
+
+    def step(self, fn: Callable[P, T]) -> Callable[P, T]:
+        """Decorates a function that does forward and backward of one micro-batch.
+
+        Its first argument is the batch. If memory runs out, everything that it changed is put back
+        and it runs again under a heavier plan. It ends before gradients are clipped.
+
+        Raises:
+            StepOutOfMemoryError: When called, if nothing that is allowed helps; an error that
+                `accelerate.find_executable_batch_size` answers.
+        """
+
+        @functools.wraps(fn)
+        def step(*args: P.args, **kwargs: P.kwargs) -> T:
+            result: T = self._driver.step(fn, args, kwargs)
+            return result
+
+        return step
+
+    def detach(self) -> None:
+        """Gives back the model, its optimizers and the Accelerator; safe to call twice."""
+        self._driver.detach()

@@ -1,0 +1,107 @@
+"""One micro-batch of a host that has an Accelerator: run, and run again if memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rematic.control import Rung
+from rematic.session import Session
+from rematic.step_record import StepRecord
+from rematic.step_recovery import StepOutOfMemoryError, run_attempts
+
+
+class HostState(Protocol):
+    """What a host counts inside a step, and what a second attempt must find as it was."""
+
+    @property
+    def containers(self) -> object:
+        """Containers that the step may fill."""
+
+    def restore(self) -> None:
+        """Puts back everything else."""
+
+
+class AcceleratorCounters:
+    """Where gradient accumulation stands: `accumulate` inside a step moves it on.
+
+    Args:
+        accelerator: The Accelerator.
+    """
+
+    containers: object = None
+
+    def __init__(self, accelerator: Any) -> None:  # noqa: ANN401 - accelerate ships no types
+        self._accelerator = accelerator
+        self._before = accelerator.step, accelerator.sync_gradients
+
+    def restore(self) -> None:
+        """Puts it back to before the step."""
+        self._accelerator.step, self._accelerator.sync_gradients = self._before
+
+
+class RecoverableCall:
+    """A call that does forward and backward of one micro-batch.
+
+    Args:
+        session: The session.
+        state: What the host counts.
+        is_repeatable: Whether the whole call may run again; without it op and unit are the answers.
+    """
+
+    def __init__(self, session: Session, state: HostState, *, is_repeatable: bool) -> None:
+        self.num_retries = 0
+        """How often it ran again."""
+        self._session = session
+        self._state = state
+        self._is_repeatable = is_repeatable
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        batch: object,
+    ) -> tuple[Any, StepRecord]:
+        """Runs `fn(*args, **kwargs)` as a step of the session.
+
+        Args:
+            fn: Forward and backward.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            batch: What is read for the shape of the step.
+
+        Returns:
+            What `fn` returned, and the record of the step.
+
+        Raises:
+            StepOutOfMemoryError: If nothing that is allowed helps; all is as before.
+        """
+        self._session.begin_step(batch)
+        try:
+            result = self._attempts(fn, args, kwargs)
+        except BaseException as error:
+            if isinstance(error, StepOutOfMemoryError):
+                self._state.restore()
+            self._session.abort_step(error)
+            raise
+        return result, self._session.end_step()
+
+    def _attempts(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401 - whatever the user's step returns
+        if not self._is_repeatable:
+            return fn(*args, **kwargs)
+
+        def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - as above
+            if rung is not None:
+                self.num_retries += 1
+                self._state.restore()
+            return fn(*args, **kwargs)
+
+        recovery = self._session.recovery((args, kwargs, self._state.containers))
+        try:
+            return run_attempts(recovery, attempt)
+        finally:
+            recovery.close()

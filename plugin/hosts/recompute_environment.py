@@ -1,0 +1,76 @@
+"""What a launcher tells a script about recomputation, by environment variables."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+_log = logging.getLogger("rematic")
+RECIPE = "REMATIC_RECIPE"
+"""Name or path of the recipe."""
+OVERRIDES = "REMATIC_OVERRIDES"
+"""`key=value` texts over it, as a JSON list."""
+ENABLED = "REMATIC_ENABLED"
+"""`true` or `false`; without it a named recipe means true."""
+ACCELERATE_KEY = "FSDP_ACTIVATION_CHECKPOINTING"
+"""What `accelerate launch` makes of `fsdp_config.fsdp_activation_checkpointing`."""
+
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Returns the fields of a `RecomputePlugin` that the environment decides.
+
+    Args:
+        environment: The variables; None for those of the process.
+
+    Raises:
+        ValueError: If a variable holds something else than it should.
+    """
+    found = os.environ if environment is None else environment
+    recipe = found.get(RECIPE) or None
+    fields: dict[str, Any] = {"recipe": recipe or "auto", "overrides": _overrides(found)}
+    asked, by_key = _truth(found, ENABLED), _truth(found, ACCELERATE_KEY)
+    if asked is not None:
+        return {**fields, "enabled": asked}
+    if recipe is None and by_key:
+        _log.warning(
+            "%s=true (fsdp_config.fsdp_activation_checkpointing) turns rematic on, with the recipe "
+            "`auto`; set %s for another one.",
+            ACCELERATE_KEY,
+            RECIPE,
+        )
+    enabled = recipe is not None or bool(by_key)
+    if not enabled:
+        _log.info("rematic is off: neither %s nor the Accelerate config turns it on.", RECIPE)
+    return {**fields, "enabled": enabled}
+
+
+def _truth(environment: Mapping[str, str], name: str) -> bool | None:
+    text = environment.get(name, "").strip()
+    if not text:
+        return None
+    if text.lower() not in _WORDS:
+        raise ValueError(
+            f"{name} is {text!r}: expected true or false. Set one of them, or unset it."
+        )
+    return _WORDS[text.lower()]
+
+
+def _overrides(environment: Mapping[str, str]) -> tuple[str, ...]:
+    text = environment.get(OVERRIDES, "").strip()
+    if not text:
+        return ()
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(
+            f"{OVERRIDES} is {text!r}: expected a JSON list of texts. Write for example "
+            '["memory.budget=8GiB"], or unset it.'
+        )
+    return tuple(values)

@@ -1,0 +1,307 @@
+"""A loop of Accelerate with the plugin is the loop without it, whatever fails in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedType, find_executable_batch_size
+from torch import nn
+
+import rematic
+from tests.hosts.accelerate_loops import (
+    STEP_ALONE,
+    Faults,
+    Net,
+    Trained,
+    fresh_accelerator,
+    plugin_for,
+    state_folder,
+    train,
+)
+from tests.hosts.lightning_fits import Recorded
+
+FAULTS: dict[str, dict[str, set[int]]] = {
+    "forward": {"forward": {1, 3, 4, 11}},
+    "loss": {"loss": {2, 9, 10, 11}},
+    "backward": {"backward": {1, 4, 5, 12}},
+    "everywhere": {"forward": {3, 17}, "loss": {6, 15}, "backward": {4, 5, 13}},
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[Any, Trained]:
+    return {}
+
+
+def reference(plain: dict[Any, Trained], **options: Any) -> Trained:
+    key = tuple(sorted(options.items()))
+    if key not in plain:
+        plain[key] = train(**options)
+    return plain[key]
+
+
+@pytest.mark.parametrize("policy", ["planned", "keep", "selective", "recompute"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_twenty_steps_end_in_the_same_weights(
+    plain: dict[Any, Trained], accumulate: int, precision: str, policy: str
+) -> None:
+    options: dict[str, Any] = {"accumulate": accumulate, "precision": precision}
+    plugin = plugin_for(policy=policy, recipe="auto")
+    train(plugin, **options).is_same_as(reference(plain, **options))
+    assert plugin.session is not None
+    assert plugin.session.num_steps == 20
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["accumulate around", "accumulate inside"])
+@pytest.mark.parametrize("place", FAULTS)
+def test_a_retry_leaves_accumulation_and_learning_rates_alone(
+    plain: dict[Any, Trained], place: str, inside: bool
+) -> None:
+    options: dict[str, Any] = {"accumulate": 3, "inside": inside}
+    faults = Faults(**FAULTS[place])
+    trained = train(plugin_for(policy="keep"), faults=faults, **options)
+    assert faults.num_fired == sum(map(len, FAULTS[place].values()))
+    trained.is_same_as(reference(plain, **options))
+
+
+def test_what_never_fits_leaves_all_as_it_was_and_asks_for_a_smaller_batch() -> None:
+    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+    plugin = plugin_for(policy="keep").attach(accelerator)
+    seen: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def fit(batch_size: int) -> rematic.Session:
+        accelerator.free_memory()
+        model = Net(Faults())
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-2))
+
+        @plugin.step
+        def step(x: torch.Tensor) -> None:
+            with accelerator.accumulate(model):
+                seen.append(accelerator.step)
+                if len(x) > 7:
+                    raise torch.OutOfMemoryError("injected")
+                accelerator.backward(model(x).sum())
+
+        step(torch.ones(batch_size, 16))
+        optimizer.step()
+        assert plugin.session is not None
+        return plugin.session
+
+    session = fit()
+    assert seen == [1] * 5, "four attempts with 8, one with 7"
+    assert session.last_step is not None
+    assert session.last_step.batch == 7
+    assert fresh_forwards(session.model) != [], "attached to the second model"
+    plugin.detach()
+    assert fresh_forwards(session.model) == []
+
+
+def fresh_forwards(model: nn.Module) -> list[str]:
+    """Names of the modules whose `forward` is replaced on the instance."""
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+def test_detach_gives_everything_back() -> None:
+    accelerator = fresh_accelerator()
+    before = dict(accelerator.__dict__)
+    plugin = plugin_for(policy="recompute")
+    trained = train(plugin, accelerator=accelerator, num_batches=2)
+    assert len(fresh_forwards(trained.model)) == 4
+    plugin.detach()
+    assert fresh_forwards(trained.model) == []
+    assert set(accelerator.__dict__) == set(before)
+    assert not accelerator._save_model_state_pre_hook
+    assert not accelerator._load_model_state_pre_hook
+    assert not plugin.is_attached
+    plugin.detach()
+
+
+def test_detach_leaves_the_autocast_of_accelerate() -> None:
+    accelerator = fresh_accelerator(mixed_precision="bf16")
+    plugin = plugin_for(policy="keep")
+    trained = train(plugin, accelerator=accelerator, num_batches=2)
+    wrapped = trained.model.forward
+    plugin.detach()
+    assert trained.model.forward is wrapped
+    assert fresh_forwards(trained.model) == [""]
+    assert trained.model(torch.ones(2, 16)).dtype == torch.float32
+
+
+class Tracker(GeneralTracker):
+    name = "listed"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def tracker(self) -> Tracker:
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+    def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
+        self.logged.append((step, values))
+
+
+def test_trackers_get_the_figures_of_the_journal() -> None:
+    tracker, journal = Tracker(), Recorded()
+    accelerator = fresh_accelerator(log_with=tracker)
+    accelerator.init_trackers("run")
+
+    def log(accelerator: Any, number: int) -> None:
+        if number % 2:
+            accelerator.log({"loss": 1.0}, step=number)
+
+    plugin = plugin_for(policy="recompute", journal=journal)
+    faults = Faults(forward={2})
+    train(plugin, accelerator=accelerator, faults=faults, num_batches=4, after_step=log)
+    accelerator.log({"accuracy": 0.5})
+    steps = [event for event in journal.events if event["event"] == "step"]
+    assert [step for step, _ in tracker.logged] == [1, 3, None]
+    assert tracker.logged[2][1] == {"accuracy": 0.5}, "no step since"
+    for (_, values), pair in zip(tracker.logged, (steps[:2], steps[2:]), strict=False):
+        assert values["loss"] == 1.0
+        assert values["rematic/steps"] == 2
+        assert values["rematic/seconds"] == sum(step["seconds"] for step in pair)
+        assert values["rematic/peak_bytes"] == max(step["peak_bytes"] for step in pair)
+        assert values["rematic/replays"] == sum(step["replays"] for step in pair) > 0
+        units = {k: v for k, v in values.items() if k.startswith("rematic/units/")}
+        assert units == {f"rematic/units/{k}": v for k, v in pair[-1]["plan"].items()}
+    retries = [event for event in journal.events if event["event"] == "retry"]
+    assert [values["rematic/step_retries"] for _, values in tracker.logged[:2]] == [1, 0]
+    assert len(retries) == 1
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[str, str]:
+    """Saved after four steps, with the plugin and without."""
+    plugin = plugin_for(policy="keep", recipe="auto")
+
+    def save(accelerator: Any, number: int) -> None:
+        assert plugin.session is not None
+        if number == 2:
+            plugin.session.switch("recompute", reason="to be saved")
+        if number == 3:
+            accelerator.save_state(str(tmp_path / "managed"))
+
+    train(plugin, num_batches=4, after_step=save)
+    train(
+        num_batches=4,
+        after_step=lambda a, n: a.save_state(str(tmp_path / "plain")) if n == 3 else None,
+    )
+    return str(tmp_path / "managed"), str(tmp_path / "plain")
+
+
+def test_save_state_writes_the_same_files_and_one_more(folders: tuple[str, str]) -> None:
+    managed, plain = folders
+    assert set(os.listdir(managed)) - set(os.listdir(plain)) == {"rematic.json"}
+    for name in ("model.safetensors", "optimizer.bin", "scheduler.bin"):
+        assert Path(managed, name).read_bytes() == Path(plain, name).read_bytes(), name
+
+
+def test_a_saved_state_goes_on_with_and_without_the_plugin(folders: tuple[str, str]) -> None:
+    managed, plain = folders
+    plugin = plugin_for(policy="keep", recipe="auto")
+    weights = [
+        resume(folder, fresh_accelerator(), entry).state_dict()
+        for folder, entry in ((managed, plugin), (managed, None), (plain, plugin_for()))
+    ]
+    assert plugin.session is not None
+    assert plugin.session.policy.name == "recompute"
+    assert plugin.session.num_steps == 4
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+        assert torch.equal(value, weights[2][name]), name
+
+
+def resume(folder: str, accelerator: Any, plugin: rematic.RecomputePlugin | None) -> nn.Module:
+    model = Net(Faults())
+    if plugin is not None:
+        plugin.attach(accelerator)
+    rates = torch.optim.AdamW(model.parameters())
+    accelerator.prepare(model, rates, torch.optim.lr_scheduler.StepLR(rates, 2))
+    accelerator.load_state(folder)
+    return model
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    folder = state_folder(tmp_path)
+    train(plugin_for(), num_batches=1, after_step=lambda a, n: a.save_state(folder))
+    path = Path(folder) / "rematic.json"
+    assert json.loads(path.read_text())["num_steps"] == 1
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"rematic.json is damaged .*: expected the file that was"):
+        resume(folder, fresh_accelerator(), plugin_for())
+
+
+def test_a_disabled_plugin_does_nothing(plain: dict[Any, Trained]) -> None:
+    accelerator = fresh_accelerator()
+    before = dict(accelerator.__dict__)
+    plugin = plugin_for(enabled=False)
+    trained = train(plugin, accelerator=accelerator)
+    trained.is_same_as(reference(plain, accumulate=1, precision="no"))
+    assert plugin.session is None
+    assert accelerator.__dict__.keys() == before.keys()
+
+
+def test_a_step_before_prepare_is_refused() -> None:
+    plugin = plugin_for().attach(fresh_accelerator())
+    with pytest.raises(RuntimeError, match=r"no model is attached: expected `plugin.attach"):
+        plugin.step(lambda batch: None)({})
+
+
+def test_attaching_after_prepare_is_refused() -> None:
+    accelerator = fresh_accelerator()
+    accelerator.prepare(Net(Faults()))
+    with pytest.raises(ValueError, match=r"`accelerator.prepare` was called before"):
+        plugin_for().attach(accelerator)
+
+
+def test_another_accelerator_is_refused() -> None:
+    plugin = plugin_for().attach(fresh_accelerator())
+    with pytest.raises(ValueError, match="attached to another Accelerator"):
+        plugin.attach(fresh_accelerator())
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
+def test_engines_that_own_backward_are_refused(kind: str) -> None:
+    """Case E4: whatever such an engine would do to frozen parameters, it is not tried."""
+    accelerator = types.SimpleNamespace(distributed_type=DistributedType(kind))
+    with pytest.raises(ValueError, match=f"runs {kind}, whose engine does backward"):
+        plugin_for().attach(accelerator)  # type: ignore[arg-type]
+
+
+def test_a_second_model_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = fresh_accelerator()
+    plugin = plugin_for().attach(accelerator)
+    first, second = Net(Faults()), Net(Faults())
+    accelerator.prepare(first, second)
+    assert "Net is prepared beside the model that rematic manages" in caplog.text
+    assert fresh_forwards(second) == []
+    assert plugin.session is not None
+    assert plugin.session.model is first
+
+
+def test_a_failing_prepare_leaves_the_model_as_it_was() -> None:
+    accelerator = fresh_accelerator()
+    plugin_for().attach(accelerator)
+    model = Net(Faults())
+    with pytest.raises(ValueError, match="should be a list with 1 elements"):
+        accelerator.prepare(model, device_placement=[True, True])
+    assert fresh_forwards(model) == []
+
+
+def test_overrides_need_a_recipe_that_is_read() -> None:
+    with pytest.raises(ValueError, match="overrides only over a recipe that is read here"):
+        rematic.RecomputePlugin(recipe=STEP_ALONE, overrides=["memory.budget=1GiB"])
