@@ -1,15 +1,28 @@
 """Decides before and between steps: the plan of a step, the history of policies. No torch."""
 
+from rematic.control.controller import decide as decide
+from rematic.control.controller_plain import controller_from_plain as controller_from_plain
+from rematic.control.controller_plain import controller_to_plain as controller_to_plain
+from rematic.control.controller_plain import decision_to_plain as decision_to_plain
+from rematic.control.controller_plain import rules_from_plain as rules_from_plain
+from rematic.control.controller_plain import rules_to_plain as rules_to_plain
+from rematic.control.controller_state import ControllerState as ControllerState
+from rematic.control.controller_state import Decision as Decision
 from rematic.control.curve import Curve as Curve
 from rematic.control.escalation import FirstAttempt as FirstAttempt
 from rematic.control.escalation import Rung as Rung
 from rematic.control.escalation import escalate as escalate
+from rematic.control.goals import ControlRules as ControlRules
+from rematic.control.goals import Goals as Goals
+from rematic.control.goals import Pace as Pace
 from rematic.control.history import History as History
 from rematic.control.history import HistoryEntry as HistoryEntry
 from rematic.control.history import pinned as pinned
 from rematic.control.history import rolled_back as rolled_back
 from rematic.control.history import switched as switched
 from rematic.control.history import unpinned as unpinned
+from rematic.control.observation import Observation as Observation
+from rematic.control.observation import observe as observe
 from rematic.control.plain import costs_from_plain as costs_from_plain
 from rematic.control.plain import costs_to_plain as costs_to_plain
 from rematic.control.plain import history_from_plain as history_from_plain

@@ -33,6 +33,9 @@ class Observation(NamedTuple):
     pinned: bool = False
     """Whether only a person may change it."""
 
+    depth: int = 0
+    """Policies that can be gone back to, so that a rollback is told from a switch."""
+
     limit_bytes: int | None = None
     """The most that may be in use: the budget, or the capacity where that is less."""
 
@@ -66,6 +69,9 @@ class Observation(NamedTuple):
     num_ooms: int | None = None
     """Since start: out-of-memory errors of the allocator."""
 
+    loss_difference: float | None = None
+    """Relative difference of this batch's losses under the previous policy and this one."""
+
     @property
     def demand_bytes(self) -> int | None:
         """What the step would have held at once, had nothing been evicted (at most)."""
@@ -89,6 +95,7 @@ def observe(event: Mapping[str, Any]) -> Observation:
         seconds=event["seconds"],
         policy=event["policy"],
         pinned=event.get("pinned", False),
+        depth=event.get("depth", 0),
         limit_bytes=limit,
         peak_bytes=event.get("peak_bytes"),
         predicted_peak_bytes=event.get("predicted_peak_bytes"),
@@ -100,4 +107,5 @@ def observe(event: Mapping[str, Any]) -> Observation:
         capacity_bytes=capacity,
         num_alloc_retries=after.get("num_alloc_retries"),
         num_ooms=after.get("num_ooms"),
+        loss_difference=event.get("loss_difference"),
     )

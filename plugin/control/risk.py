@@ -7,8 +7,6 @@ instead of failing wants less of it to be used, whatever the allocator claims to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from rematic.control.observation import Observation
@@ -45,9 +43,6 @@ REMEDIES: dict[Verdict, str] = {
 }
 """What helps, by verdict."""
 
-_USUAL_WEIGHT = 0.1
-"""Weight of the newest step in the usual seconds per token."""
-
 Evidence = tuple[tuple[str, float], ...]
 """Names and numbers that a verdict rests on."""
 
@@ -77,9 +72,6 @@ class RiskState(NamedTuple):
     retry_streak: int = 0
     """Steps in a row in which it rose, warm-up left out."""
 
-    usual: Mapping[int, float] = MappingProxyType({})
-    """Usual seconds per token by `length_bucket`, of steps that were not paged out."""
-
 
 OK = Risk("ok", "every figure is within its threshold")
 _UNKNOWN = Risk("unknown", "neither the bytes in use nor a limit for them can be read")
@@ -90,31 +82,31 @@ def length_bucket(length: int) -> int:
     return length.bit_length()
 
 
-def assess(state: RiskState, seen: Observation) -> tuple[RiskState, Risk]:
+def is_over_capacity(seen: Observation) -> bool:
+    """Returns whether more is held than there is, so that the usual speed matters."""
+    capacity, reserved, in_use = seen.capacity_bytes, seen.reserved_bytes, seen.in_use_bytes
+    return capacity is not None and (
+        (reserved is not None and reserved > capacity) or (in_use is not None and in_use > capacity)
+    )
+
+
+def assess(
+    state: RiskState, seen: Observation, *, usual_seconds_per_token: float | None = None
+) -> tuple[RiskState, Risk]:
     """Returns the state after a step, and the verdict on it.
 
     Args:
         state: The state before.
         seen: The step.
+        usual_seconds_per_token: What steps under the same policy and about as long have taken;
+            needed where `is_over_capacity`.
     """
     streak = _retry_streak(state, seen)
-    risk = _verdict(state, seen, streak)
-    usual = state.usual
-    if risk.verdict != "spill" and seen.tokens > 0:
-        bucket, rate = length_bucket(seen.length), seen.seconds / seen.tokens
-        known = usual.get(bucket)
-        value = rate if known is None else known + _USUAL_WEIGHT * (rate - known)
-        usual = {**usual, bucket: value}
     retries = seen.num_alloc_retries
-    return (
-        RiskState(
-            num_steps=state.num_steps + 1,
-            num_alloc_retries=state.num_alloc_retries if retries is None else retries,
-            retry_streak=streak,
-            usual=usual,
-        ),
-        risk,
-    )
+    if retries is None:
+        retries = state.num_alloc_retries
+    risk = _verdict(seen, streak, usual_seconds_per_token)
+    return RiskState(state.num_steps + 1, retries, streak), risk
 
 
 def _retry_streak(state: RiskState, seen: Observation) -> int:
@@ -124,33 +116,25 @@ def _retry_streak(state: RiskState, seen: Observation) -> int:
     return state.retry_streak + 1
 
 
-def _verdict(state: RiskState, seen: Observation, streak: int) -> Risk:
+def _verdict(seen: Observation, streak: int, usual: float | None) -> Risk:
     limit, peak = seen.limit_bytes, seen.peak_bytes
     if limit is None or (peak is None and seen.in_use_bytes is None):
         return _UNKNOWN
-    return (
-        _spill(state, seen)
-        or _fragmentation(seen)
-        or _pressure(seen, limit, peak or 0, streak)
-        or OK
-    )
+    spilled = _spill(seen, usual) if usual is not None and is_over_capacity(seen) else None
+    return spilled or _fragmentation(seen) or _pressure(seen, limit, peak or 0, streak) or OK
 
 
-def _spill(state: RiskState, seen: Observation) -> Risk | None:
-    capacity = seen.capacity_bytes
-    held = max(seen.in_use_bytes or 0, seen.reserved_bytes or 0)
-    if capacity is None or held <= capacity:
-        return None
-    usual = state.usual.get(length_bucket(seen.length))
+def _spill(seen: Observation, usual: float) -> Risk | None:
     rate = seen.seconds / max(seen.tokens, 1)
-    if usual is None or rate <= SLOW_FACTOR * usual:
+    if rate <= SLOW_FACTOR * usual:
         return None
+    held = max(seen.in_use_bytes or 0, seen.reserved_bytes or 0)
     return Risk(
         "spill",
         f"more is held than there is, and steps take over {SLOW_FACTOR} times as long as usual",
         (
             ("held_bytes", held),
-            ("capacity_bytes", capacity),
+            ("capacity_bytes", seen.capacity_bytes or 0),
             ("seconds_per_token", rate),
             ("usual_seconds_per_token", usual),
         ),

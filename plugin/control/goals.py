@@ -1,0 +1,60 @@
+"""What a run is meant to keep to, and how fast its controller may move. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goals:
+    """What a change of policy must meet within its probation."""
+
+    headroom_min: float = 0.02
+    """Least share of the limit that stays free at the highest peak."""
+
+    slowdown_max: float = 2.0
+    """Most seconds per token, as a multiple of the previous policy's at the same lengths."""
+
+    loss_tolerance: float = 0.0
+    """Largest relative difference between the losses of one batch under both policies."""
+
+    ooms_max: int = 0
+    """Most allocations that may fail (and be answered) during probation."""
+
+    switches_max: int = 4
+    """Most switches that the controller makes of its own in a window; a rollback is none."""
+
+    throughput_min: float | None = None
+    """Least tokens per second; None for no such goal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Over how many steps things are judged."""
+
+    probation_steps: int = 8
+    """Steps that a new policy is measured over."""
+
+    cool_down_steps: int = 50
+    """Steps before a heavier policy may be left for the lighter one it replaced; doubles each
+    time that proves to have been too early."""
+
+    window_steps: int = 200
+    """Steps over which switches are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlRules:
+    """Everything that a controller keeps to beside what it sees."""
+
+    goals: Goals = Goals()
+    """What changes must meet."""
+
+    pace: Pace = Pace()
+    """How fast it may move."""
+
+    ladder: tuple[str, ...] = ()
+    """Names of policies from lightest to heaviest; it switches between these only."""
+
+    adapt: bool = True
+    """Whether it may change the policy; if not, it watches and reports."""
