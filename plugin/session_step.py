@@ -16,6 +16,7 @@ from rematic.split_batch import Reduction, batch_statistics, num_sequences, run_
 from rematic.step_recovery import run_attempts
 from rematic.torn_step import torn_step_error
 from rematic.training_tensors import resident_bytes
+from rematic.transaction import num_ranks
 
 if TYPE_CHECKING:
     from rematic.session import Session
@@ -61,7 +62,7 @@ class SessionStep:
         return result
 
     def _parts_allowed(self, batch: object, reduction: Reduction | None) -> int:
-        if not self._session.settings.allow_split or reduction is None:
+        if not self._session.settings.allow_split or reduction is None or num_ranks() > 1:
             return 1
         refused = batch_statistics(self._session.model)
         return 1 if refused is not None else num_sequences(batch)

@@ -21,9 +21,14 @@ from rematic.memory import is_out_of_memory, requested_bytes
 from rematic.policy import Action
 from rematic.transaction import (
     ChangingState,
+    DataParallelStep,
     RestoreError,
     StepTransaction,
+    abort_ranks,
+    find_wrapper,
+    num_ranks,
     release_attempt,
+    sharding_obstacle,
 )
 
 T = TypeVar("T")
@@ -92,12 +97,23 @@ class StepRecovery:
         step: The session, with the step open.
         transaction: What an attempt can change, as it was before the first one; None if there was
             no room to take it down, when only stopping is left.
+        data_parallel: What other ranks have seen of the step, None without a wrapper.
+        obstacle: Why it can never be repeated, None if it can.
     """
 
-    def __init__(self, step: RecoverableStep, transaction: StepTransaction | None) -> None:
+    def __init__(
+        self,
+        step: RecoverableStep,
+        transaction: StepTransaction | None,
+        *,
+        data_parallel: DataParallelStep | None = None,
+        obstacle: str | None = None,
+    ) -> None:
         self.rung: Rung | None = None
         """How the present attempt runs, None for the first one."""
         self.transaction = transaction
+        self._data_parallel = data_parallel
+        self._never = obstacle
         self._step = step
         self._num_updates = step.num_updates()
         self._first: control.FirstAttempt | None = None
@@ -160,21 +176,32 @@ class StepRecovery:
 
     def commit(self) -> None:
         """Ends a micro-batch that is done."""
+        if self._data_parallel is not None:
+            self._data_parallel.close()
         if self.transaction is not None:
             self.transaction.commit()
 
     def close(self) -> None:
         """Ends it in any other way; safe to call twice."""
+        if self._data_parallel is not None:
+            self._data_parallel.close()
         if self.transaction is not None:
             self.transaction.close()
 
     def _obstacle(self) -> str | None:
+        if self._never is not None:
+            return self._never
+        if self._data_parallel is not None and self._data_parallel.obstacle() is not None:
+            return self._data_parallel.obstacle()
         if self.transaction is None:
             return "there was no room for what a second attempt would have to put back."
         if self._step.num_updates() != self._num_updates:
             return "an optimizer has stepped inside the step. Step it after the step."
         try:
-            self.transaction.check(in_parts=bool(self._rungs) and self._rungs[0].num_parts > 1)
+            self.transaction.check(
+                in_parts=bool(self._rungs) and self._rungs[0].num_parts > 1,
+                with_gradients=self._data_parallel is None or not self._data_parallel.is_reducing,
+            )
         except RestoreError as error:
             return str(error)
         return None
@@ -183,7 +210,9 @@ class StepRecovery:
         assert self._first is not None
         assert self.transaction is not None
         self.rung = rung = self._rungs.pop(0)
-        if rung.num_parts > 1:
+        if self._data_parallel is not None:
+            self._data_parallel.undo()
+        elif rung.num_parts > 1:
             self.transaction.undo_for_parts()
         else:
             self.transaction.undo()
@@ -209,6 +238,7 @@ class StepRecovery:
         self.close()
         report = self._step.stop_report(self._attempts, obstacle, num_torn)
         report = self._step.give_up(report)
+        abort_ranks()
         error = StepOutOfMemoryError(control.format_stop(report))
         error.report = report
         raise error
@@ -248,7 +278,10 @@ def begin_recovery(
         counts_gradients=counts_gradients,
     )
     try:
-        return StepRecovery(step, with_room(make, step.ledger))
+        transaction = with_room(make, step.ledger)
+        if num_ranks() == 1:
+            return StepRecovery(step, transaction)
+        return _among_ranks(step, model, transaction)
     except RuntimeError as error:
         recovery = StepRecovery(step, None)
         failure = recovery.note(error)
@@ -256,6 +289,22 @@ def begin_recovery(
             raise
     recovery.answer(failure)
     raise AssertionError("without a transaction no attempt is left")
+
+
+def _among_ranks(
+    step: RecoverableStep, model: nn.Module, transaction: StepTransaction
+) -> StepRecovery:
+    wrapper = find_wrapper(model)
+    if wrapper is None:
+        obstacle = sharding_obstacle(model)
+        return StepRecovery(step, transaction, obstacle=obstacle or _UNKNOWN_WRAPPER)
+    return StepRecovery(step, transaction, data_parallel=DataParallelStep(wrapper, transaction))
+
+
+_UNKNOWN_WRAPPER = (
+    "several ranks train together, and only under DistributedDataParallel one of them can repeat a "
+    "step by itself."
+)
 
 
 def with_room(make: Callable[[], T], ledger: Ledger) -> T:

@@ -14,6 +14,7 @@ from accelerate.utils import find_executable_batch_size
 import rematic
 from rematic.memory import SimulatedProbe
 from rematic.recipes import ControlConfig, PolicyConfig, Recipe
+from tests.activations.families import build_llama
 from tests.events import Events
 from tests.step_models import TiedModel, different, everything, make_batches, make_tied_model
 
@@ -325,4 +326,28 @@ def test_a_budget_that_a_heavier_plan_meets() -> None:
     assert different(everything(model, losses), wanted) == []
     levels = [event["level"] for event in journal.of("retry")]
     assert "step" in levels
+    session.detach()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_adapters_with_saved_modules_have_every_gradient() -> None:
+    """Case B4: the kept original of a saved module is no trainable parameter."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(
+        build_llama("sdpa"),
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2),
+    )
+    session = rematic.attach(model, policy="keep", recipe=Recipe(policy=STEP_ALONE))
+    ids, calls = torch.arange(8).view(1, 8), []
+
+    def step(ids: torch.Tensor) -> None:
+        calls.append(ids)
+        model(input_ids=ids, labels=ids).loss.backward()
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("injected")
+
+    session.run(step, ids)
+    assert [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
     session.detach()

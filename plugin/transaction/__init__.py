@@ -1,5 +1,10 @@
 """Undoes a failed attempt at a step: gradients, generators, buffers, module state, the batch."""
 
+from rematic.transaction.data_parallel import DataParallelStep as DataParallelStep
+from rematic.transaction.data_parallel import abort_ranks as abort_ranks
+from rematic.transaction.data_parallel import find_wrapper as find_wrapper
+from rematic.transaction.data_parallel import num_ranks as num_ranks
+from rematic.transaction.data_parallel import sharding_obstacle as sharding_obstacle
 from rematic.transaction.gradients import GradientContributions as GradientContributions
 from rematic.transaction.gradients import RestoreError as RestoreError
 from rematic.transaction.module_snapshot import ChangingState as ChangingState

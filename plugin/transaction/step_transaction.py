@@ -79,11 +79,12 @@ class StepTransaction:
         """
         self._snapshot = self._read_modules()
 
-    def check(self, *, in_parts: bool = False) -> None:
+    def check(self, *, in_parts: bool = False, with_gradients: bool = True) -> None:
         """Refuses what cannot be undone, before anything is.
 
         Args:
             in_parts: Whether the next attempt has the batch in parts.
+            with_gradients: Whether gradients are to be undone too.
 
         Raises:
             RestoreError: If parameters, large buffers or the batch were changed in place, or
@@ -96,7 +97,8 @@ class StepTransaction:
                 "changed inside the step, by an optimizer that steps in it or a weight that "
                 "forward changes. Step the optimizer after the step, not inside it."
             )
-        self.gradients.check()
+        if with_gradients:
+            self.gradients.check()
         if in_parts:
             self.gradients.check_parts()
         for tensor in self._batch:
@@ -106,6 +108,10 @@ class StepTransaction:
     def undo(self) -> None:
         """Makes everything ready for the next attempt."""
         self.gradients.undo()
+        self._put_back()
+
+    def undo_but_gradients(self) -> None:
+        """Makes everything ready but gradients, of which others have a part already."""
         self._put_back()
 
     def undo_for_parts(self) -> None:
