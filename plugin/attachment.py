@@ -71,7 +71,7 @@ def attach(
         device=device,
         overhead_bytes=process_overhead_bytes(existing_bytes(model, optimizers)),
     )
-    first = policy_named(policy) if policy is not None else _policy(chosen)
+    first = policy_named(policy) if policy is not None else policy_of(chosen)
     budget_bytes = _budget_bytes(
         chosen.memory.budget if budget is None else parse_budget(budget),
         model,
@@ -171,7 +171,8 @@ def _optimizers(
     return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
 
 
-def _policy(recipe: Recipe) -> Policy:
+def policy_of(recipe: Recipe) -> Policy:
+    """Returns the policy that a recipe starts with, its rules included."""
     start = policy_named(recipe.policy.start)
     rules = tuple(_rule(rule) for rule in recipe.policy.rules)
     return Policy(name=start.name, rules=rules, default=start.default)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rematic.cli.plan_report import PlanReport
     from rematic.cost.devices import Device
     from rematic.planner import StepCosts
+    from rematic.policy import Action
 
 AUTO_SHARE = 0.95
 """Share of a device's memory that the budget `auto` means."""
@@ -50,7 +52,7 @@ def _plan(
     from rematic.cli.plan_report import PlanReport
     from rematic.cost import trace_recipe
     from rematic.cost.roofline import pace_of
-    from rematic.planner import POLICIES, forecast_step, longest_length
+    from rematic.planner import POLICIES, Terms, forecast_step, longest_length
 
     device = _device(arguments.device)
     budget_bytes = budget_of(budget, device)
@@ -66,19 +68,17 @@ def _plan(
     def costs_at(length: int) -> StepCosts:
         return profile.costs_at(batch=batch, length=length, padded=padded)
 
+    terms = Terms(budget_bytes=usable_bytes, given=_given(recipe, costs_at(min(lengths))))
+
     def longest(policy: str) -> int:
-        return longest_length(
-            costs_at, pace, policy=policy, budget_bytes=usable_bytes, max_length=limit
-        )
+        return longest_length(costs_at, pace, terms, policy=policy, max_length=limit)
 
     return PlanReport(
         recipe=recipe.name,
         device=device,
         budget_bytes=budget_bytes,
         usable_bytes=usable_bytes,
-        forecasts=tuple(
-            forecast_step(costs_at(length), pace, budget_bytes=usable_bytes) for length in lengths
-        ),
+        forecasts=tuple(forecast_step(costs_at(length), pace, terms) for length in lengths),
         longest={policy: longest(policy) for policy in POLICIES} if arguments.max_length else None,
         longest_limit=limit,
         notes=_notes(recipe),
@@ -145,10 +145,24 @@ def _longest_of_interest(recipe: Recipe, lengths: Sequence[int]) -> int:
     return max(positions, *lengths) if isinstance(positions, int) else 4 * max(lengths)
 
 
+def _given(recipe: Recipe, costs: StepCosts) -> tuple[Action | None, ...] | None:
+    """Returns the action that the recipe's rules give each unit, None where they leave a choice."""
+    if not recipe.policy.rules:
+        return None
+    from rematic.attachment import policy_of
+    from rematic.policy import resolve
+
+    # A unit that stands for others is called by its class and its position.
+    classes = [unit.name.partition(" (as unit ")[0] for unit in costs.classes]
+    of_unit = (classes[slot] for slot in costs.unit_classes)
+    rules = replace(policy_of(recipe), default=None)
+    return resolve(rules, dict(zip(costs.unit_names, of_unit, strict=True)))
+
+
 def _notes(recipe: Recipe) -> tuple[str, ...]:
     if not recipe.policy.rules:
         return ()
-    return ("the rules of the recipe (policy.rules) are not looked at here",)
+    return ("only the row `planned` follows the rules of the recipe (policy.rules)",)
 
 
 def _plot_path(written: str) -> Path:

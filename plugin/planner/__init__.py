@@ -6,6 +6,7 @@ from rematic.planner.brute_force import best_of_all as best_of_all
 from rematic.planner.forecast import POLICIES as POLICIES
 from rematic.planner.forecast import Forecast as Forecast
 from rematic.planner.forecast import PolicyForecast as PolicyForecast
+from rematic.planner.forecast import Terms as Terms
 from rematic.planner.forecast import forecast_step as forecast_step
 from rematic.planner.forecast import longest_length as longest_length
 from rematic.planner.frontier import LOSSLESS as LOSSLESS

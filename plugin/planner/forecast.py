@@ -11,6 +11,7 @@ from rematic.planner.schedules import every_kth, every_unit, in_segments, sqrt_s
 from rematic.planner.smallest import smallest_assignment
 from rematic.planner.solve import solve
 from rematic.planner.unit_costs import StepCosts
+from rematic.policy import Action
 
 BACKWARD_FORWARDS = 2
 """Backward is reckoned as so many forwards: two products for each one of forward."""
@@ -70,48 +71,60 @@ class Forecast:
         return self.policies[-1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a plan has to keep to."""
+
+    budget_bytes: int
+    """Bytes that the peak may reach."""
+
+    given: tuple[Action | None, ...] | None = None
+    """For each unit the action that a rule gives it, or None. Only the planner's own plan keeps to
+    them; the other policies are what their names say."""
+
+
 _Choice = tuple[Problem, tuple[int, ...]]
 
 
-def _keep(costs: StepCosts, pace: Pace, budget_bytes: int) -> _Choice:
+def _keep(costs: StepCosts, pace: Pace, terms: Terms) -> _Choice:
     problem = problem_of(costs, pace, allowed=("keep",))
     return problem, every_unit(problem, "keep")
 
 
-def _recompute(costs: StepCosts, pace: Pace, budget_bytes: int) -> _Choice:
+def _recompute(costs: StepCosts, pace: Pace, terms: Terms) -> _Choice:
     problem = problem_of(costs, pace, allowed=("recompute",))
     return problem, every_unit(problem, "recompute")
 
 
-def _every_second(costs: StepCosts, pace: Pace, budget_bytes: int) -> _Choice:
+def _every_second(costs: StepCosts, pace: Pace, terms: Terms) -> _Choice:
     problem = problem_of(costs, pace, allowed=("keep", "recompute"))
     return problem, every_kth(problem, "recompute", rest="keep", k=2)
 
 
-def _segments(costs: StepCosts, pace: Pace, budget_bytes: int) -> _Choice:
+def _segments(costs: StepCosts, pace: Pace, terms: Terms) -> _Choice:
     lengths = sqrt_segments(len(costs.unit_classes))
     problem = problem_of(costs, pace, allowed=("keep", "recompute"))
     return in_segments(problem, lengths), (0,) * len(lengths)
 
 
-def _op_list(costs: StepCosts, pace: Pace, budget_bytes: int) -> _Choice:
+def _op_list(costs: StepCosts, pace: Pace, terms: Terms) -> _Choice:
     options = [(listed_option(unit, pace),) for unit in costs.classes]
     bare = problem_of(costs, pace, allowed=("recompute",))
     problem = replace(bare, units=tuple(options[i] for i in costs.unit_classes))
     return problem, every_unit(problem, "selective")
 
 
-def _planned(costs: StepCosts, pace: Pace, budget_bytes: int) -> _Choice:
-    problem = problem_of(costs, pace)
-    return problem, solve(problem, budget_bytes=budget_bytes).assignment
+def _planned(costs: StepCosts, pace: Pace, terms: Terms) -> _Choice:
+    problem = problem_of(costs, pace, given=terms.given)
+    return problem, solve(problem, budget_bytes=terms.budget_bytes).assignment
 
 
-def _lightest(costs: StepCosts, pace: Pace, budget_bytes: int) -> _Choice:
-    problem = problem_of(costs, pace)
+def _lightest(costs: StepCosts, pace: Pace, terms: Terms) -> _Choice:
+    problem = problem_of(costs, pace, given=terms.given)
     return problem, smallest_assignment(problem)
 
 
-POLICIES: dict[str, Callable[[StepCosts, Pace, int], _Choice]] = {
+POLICIES: dict[str, Callable[[StepCosts, Pace, Terms], _Choice]] = {
     "keep all": _keep,
     "recompute all": _recompute,
     "every second block": _every_second,
@@ -119,29 +132,35 @@ POLICIES: dict[str, Callable[[StepCosts, Pace, int], _Choice]] = {
     "op list": _op_list,
     "planned": _planned,
 }
-"""From costs, pace and budget to a problem and an assignment."""
+"""From costs, pace and terms to a problem and an assignment."""
 
 
-def forecast_step(costs: StepCosts, pace: Pace, *, budget_bytes: int) -> Forecast:
+def forecast_step(costs: StepCosts, pace: Pace, terms: Terms) -> Forecast:
     """Returns what a step would need and take under each policy.
 
     Args:
         costs: What was measured of steps of that shape.
         pace: How fast the device is.
-        budget_bytes: Bytes that the peak may reach.
+        terms: What a plan has to keep to.
     """
     kept_seconds = forward_seconds(costs, pace) * (1 + BACKWARD_FORWARDS)
     rows = []
     for name, choose in POLICIES.items():
-        problem, assignment = choose(costs, pace, budget_bytes)
+        problem, assignment = choose(costs, pace, terms)
         rows.append(
-            _row(name, problem, assignment, kept_seconds=kept_seconds, budget_bytes=budget_bytes)
+            _row(
+                name,
+                problem,
+                assignment,
+                kept_seconds=kept_seconds,
+                budget_bytes=terms.budget_bytes,
+            )
         )
     headless = replace(problem, around=replace(problem.around, head=0))
     return Forecast(
         batch=costs.batch,
         length=costs.length,
-        budget_bytes=budget_bytes,
+        budget_bytes=terms.budget_bytes,
         fixed=costs.fixed,
         policies=tuple(rows),
         without_head_bytes=peak_of(headless, assignment).total,
@@ -164,9 +183,9 @@ def forward_seconds(costs: StepCosts, pace: Pace) -> float:
 def longest_length(
     costs_at: Callable[[int], StepCosts],
     pace: Pace,
+    terms: Terms,
     *,
     policy: str,
-    budget_bytes: int,
     max_length: int,
 ) -> int:
     """Returns the longest sequence that fits under a policy; 0 if none does.
@@ -174,8 +193,8 @@ def longest_length(
     Args:
         costs_at: Returns what was measured of steps at a length.
         pace: How fast the device is.
+        terms: What a plan has to keep to.
         policy: One of `POLICIES`.
-        budget_bytes: Bytes that the peak may reach.
         max_length: Longest sequence that is of interest.
 
     Raises:
@@ -188,8 +207,8 @@ def longest_length(
     choose = _lightest if policy == "planned" else POLICIES[policy]
 
     def fits(length: int) -> bool:
-        problem, assignment = choose(costs_at(length), pace, budget_bytes)
-        return peak_of(problem, assignment).total <= budget_bytes
+        problem, assignment = choose(costs_at(length), pace, terms)
+        return peak_of(problem, assignment).total <= terms.budget_bytes
 
     low, high = 0, max_length
     while low < high:

@@ -60,23 +60,57 @@ class Pace:
         return device_seconds + host_seconds
 
 
-def problem_of(costs: StepCosts, pace: Pace, *, allowed: Collection[str] = LOSSLESS) -> Problem:
+def problem_of(
+    costs: StepCosts,
+    pace: Pace,
+    *,
+    allowed: Collection[str] = LOSSLESS,
+    given: Sequence[Action | None] | None = None,
+) -> Problem:
     """Returns the problem of a step: every unit with the options of its class.
 
     Args:
         costs: What was measured.
         pace: How fast the device is.
         allowed: Names of the actions that a plan may use.
+        given: For each unit the action that it has in any case, or None; None: no unit has one.
 
     Raises:
-        ValueError: If a class of units is left without an option.
+        ValueError: If a class of units is left without an option, or a given action was not
+            measured.
     """
     options = [options_of(unit, pace, allowed=allowed) for unit in costs.classes]
-    return Problem(
-        fixed=costs.fixed,
-        around=costs.around,
-        units=tuple(options[i] for i in costs.unit_classes),
-    )
+    units = [options[i] for i in costs.unit_classes]
+    bound: dict[tuple[int, Action], tuple[Option, ...]] = {}  # units of one class share a tuple
+    for position, action in enumerate(given or ()):
+        if action is not None:
+            key = (costs.unit_classes[position], action)
+            if key not in bound:
+                bound[key] = (option_of(costs.classes[key[0]], pace, action),)
+            units[position] = bound[key]
+    return Problem(fixed=costs.fixed, around=costs.around, units=tuple(units))
+
+
+def option_of(unit: UnitCosts, pace: Pace, action: Action) -> Option:
+    """Returns what one action costs.
+
+    Args:
+        unit: What was measured of the class.
+        pace: How fast the device is.
+        action: The action.
+
+    Raises:
+        ValueError: If it was not measured.
+    """
+    if isinstance(action, Selective):
+        return listed_option(unit, pace, save=action.save)
+    measured = dict(unit.actions)
+    if action.name not in measured:
+        raise ValueError(
+            f"the action {action.name} was not measured for {unit.name}: expected one of "
+            f"selective, {', '.join(measured)}."
+        )
+    return _option(action, measured[action.name], replay=_replay_seconds(unit, pace), pace=pace)
 
 
 def options_of(
@@ -93,7 +127,7 @@ def options_of(
         ValueError: If none is left.
     """
     seconds = [pace.op_seconds(op) for op in unit.ops]
-    replay = sum(s for s, op in zip(seconds, unit.ops, strict=True) if op.is_replayed)
+    replay = _replay_seconds(unit, pace)
     measured = dict(unit.actions)
     options = [
         _option(action, measured[action.name], replay=replay, pace=pace)
@@ -139,6 +173,10 @@ def _candidates(
     return tuple(dict.fromkeys((*corners, *best_op_sets(ops, seconds, below_bytes=below_bytes))))
 
 
+def _replay_seconds(unit: UnitCosts, pace: Pace) -> float:
+    return sum(pace.op_seconds(op) for op in unit.ops if op.is_replayed)
+
+
 def _selective_seconds(op_set: OpSet, replay: float, pace: Pace) -> float:
     return pace.with_host(max(0.0, replay - op_set.saved_seconds), pace.selective_seconds)
 
@@ -152,7 +190,7 @@ def listed_option(unit: UnitCosts, pace: Pace, *, save: Sequence[str] = DEFAULT_
         save: Names of ops, as a user writes them.
     """
     seconds = [pace.op_seconds(op) for op in unit.ops]
-    replay = sum(s for s, op in zip(seconds, unit.ops, strict=True) if op.is_replayed)
+    replay = _replay_seconds(unit, pace)
     op_set = named_op_set(unit.ops, seconds, save)
     option = selective_option(unit, op_set, seconds=_selective_seconds(op_set, replay, pace))
     return replace(option, action=Selective(save=tuple(save)))

@@ -59,11 +59,13 @@ def test_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> Non
 def test_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = tmp_path / "step.svg"
     argv = ["plan", "tiny-cpu", *SMALL, "--device", "l4", "--batch", "2", "--budget", "4GiB"]
-    assert main([*argv, "--plot", str(plot)]) == 0
+    rule = "policy.rules=[{match: LlamaDecoderLayer, last: 1, action: recompute}]"
+    assert main([*argv, rule, "--plot", str(plot)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("recipe tiny-cpu on l4: budget 4.0 GiB, of which plans use 3.8 GiB\n")
     assert "2 x 64 tokens: weights" in text
-    assert "planned: 4 x keep" in text
+    assert "planned: 3 x keep, 1 x recompute" in text
+    assert "note: only the row `planned` follows the rules of the recipe" in text
     root = ElementTree.fromstring(plot.read_text("utf-8"))
     names = [element.tag.rsplit("}")[-1] for element in root]
     assert names.count("polyline") == 6

@@ -6,17 +6,19 @@ from rematic.planner import (
     POLICIES,
     FixedBytes,
     Surroundings,
+    Terms,
     advice_of,
     forecast_step,
     longest_length,
     where_of,
 )
 from rematic.planner.forecast import forward_seconds
+from rematic.policy import Offload, Selective, Tile
 from tests.planner.blocks import BLOCK, OPS, PACE, step_costs
 
 
 def by_policy(costs, budget_bytes):
-    forecast = forecast_step(costs, PACE, budget_bytes=budget_bytes)
+    forecast = forecast_step(costs, PACE, Terms(budget_bytes=budget_bytes))
     return forecast, {one.policy: one for one in forecast.policies}
 
 
@@ -75,7 +77,9 @@ def scaled(length):
 
 def test_the_longest_sequence_is_the_last_that_fits():
     for policy in POLICIES:
-        found = longest_length(scaled, PACE, policy=policy, budget_bytes=2000, max_length=100)
+        found = longest_length(
+            scaled, PACE, Terms(budget_bytes=2000), policy=policy, max_length=100
+        )
         assert 0 < found < 100
         peaks = [
             by_policy(scaled(length), 2000)[1][policy].peak.total for length in (found, found + 1)
@@ -85,10 +89,10 @@ def test_the_longest_sequence_is_the_last_that_fits():
 
 def test_nothing_or_everything_may_fit():
     args = {"policy": "planned", "max_length": 50}
-    assert longest_length(scaled, PACE, budget_bytes=900, **args) == 0
-    assert longest_length(scaled, PACE, budget_bytes=10**9, **args) == 50
+    assert longest_length(scaled, PACE, Terms(budget_bytes=900), **args) == 0
+    assert longest_length(scaled, PACE, Terms(budget_bytes=10**9), **args) == 50
     with pytest.raises(ValueError, match="unknown policy 'best': expected one of keep all, reco"):
-        longest_length(scaled, PACE, policy="best", budget_bytes=1, max_length=5)
+        longest_length(scaled, PACE, Terms(budget_bytes=1), policy="best", max_length=5)
 
 
 def test_a_peak_in_head_and_loss_calls_for_a_tiled_loss():
@@ -132,3 +136,14 @@ def test_where_the_host_works_beside_the_device_a_unit_takes_no_less_than_the_ho
     beside = replace(PACE, overlaps_host=True, replay_seconds=100.0)
     assert forward_seconds(step_costs(4), PACE) == pytest.approx(4 * 17.1)
     assert forward_seconds(step_costs(4), beside) == 400.0
+
+
+def test_only_the_planner_keeps_to_given_actions():
+    given = (None, Offload(), Selective(save=("aten::gelu",)), None)
+    terms = Terms(budget_bytes=10**6, given=given)
+    forecast = forecast_step(step_costs(4), PACE, terms)
+    assert forecast.planned.plan == {"keep": 2, "offload": 1, "selective": 1}
+    assert forecast.policies[0].plan == {"keep": 4}
+    tile = Terms(budget_bytes=10**6, given=(Tile(tile_tokens=4), None, None, None))
+    with pytest.raises(ValueError, match="the action tile was not measured for Block: expected"):
+        forecast_step(step_costs(4), PACE, tile)
