@@ -32,6 +32,8 @@ from rematic.policy import Action, Keep, Offload, Plan, Recompute, RecomputeOffl
 
 ACTIONS: tuple[Action, ...] = (Keep(), Selective(), Recompute(), RecomputeOffload(), Offload())
 TUNINGS = ("full", "lora", "qlora")
+MIN_HEAP_BYTES = 100_000_000
+"""Peaks below this are not compared with the heap, which holds about 1 MB of Python's objects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +202,7 @@ def _row(
     peak = predicted(costs, plan)
     expected = peak.total - peak.fixed
     ledger = steps.ledger(batch, plan)
-    in_heap = steps.heap(batch, plan) if heap else None
+    in_heap = steps.heap(batch, plan) if heap and ledger >= MIN_HEAP_BYTES else None
     letters = {"recompute+offload": "x"}
     return Row(
         family=family,
@@ -242,7 +244,7 @@ def main() -> None:
     for whole in FAMILIES:
         family = whole
         if arguments.slice:
-            ends = (family.lengths[0], family.lengths[-1])
+            ends = tuple(sorted({family.lengths[0], family.lengths[-1]}))
             family = replace(family, batches=family.batches[-1:], lengths=ends)
         if arguments.families and family.name not in arguments.families.split(","):
             continue

@@ -65,6 +65,22 @@ FAMILIES = (
         batch=_tokens,
         adapters=_PROJECTIONS,
     ),
+    Family(  # large enough that Python's own objects are little beside its tensors
+        name="llama-512",
+        build=_decoder(
+            "LlamaConfig",
+            "LlamaForCausalLM",
+            hidden_size=512,
+            intermediate_size=1408,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            use_cache=False,
+        ),
+        batch=_tokens,
+        lengths=(512, 1024),
+        batches=(1,),
+        paddings=(False,),
+    ),
     Family(
         name="qwen3",
         build=_decoder(

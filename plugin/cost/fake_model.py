@@ -28,10 +28,31 @@ def fake_copy(model: nn.Module, twins: RealTwins) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
+            _copy_quantization(tensor, fake, twins, memo)
     originals = list(memo)  # deepcopy adds to the memo, and keeps alive what it copied
     copied: nn.Module = copy.deepcopy(model, memo)
     del originals
     return copied
+
+
+def _copy_quantization(
+    tensor: torch.Tensor, fake: torch.Tensor, twins: RealTwins, memo: dict[int, Any]
+) -> None:
+    """Gives the fake of a 4-bit weight of bitsandbytes (0.50) what its layer reads from it."""
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:
+        for scale in quantization_tensors(tensor):
+            memo[id(scale)] = twins.fake(scale)
+        fake.quant_state = copy.deepcopy(state, memo)  # type: ignore[attr-defined] # as there
+
+
+def quantization_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the scales and codes that a quantized weight holds beside its own bytes."""
+    state = getattr(tensor, "quant_state", None)
+    nested = getattr(state, "state2", None)
+    values = [*vars(state).values()] if state is not None else []
+    values += [*vars(nested).values()] if nested is not None else []
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

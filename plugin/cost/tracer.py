@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rematic.activations.units import find_units
+from rematic.cost.fake_model import quantization_tensors
 from rematic.cost.fit import Fit, PathDiffers
 from rematic.cost.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes
 from rematic.cost.polynomial import Grid
@@ -217,8 +218,9 @@ class _Traces:
 def _fixed_bytes(model: nn.Module, settings: TraceSettings) -> FixedBytes:
     parameters = list(model.parameters())
     trained = sum(tensor_bytes(p) for p in parameters if p.requires_grad)
+    scales = [scale for p in parameters for scale in quantization_tensors(p)]
     return FixedBytes(
-        weights=sum(tensor_bytes(t) for t in (*parameters, *model.buffers())),
+        weights=sum(tensor_bytes(t) for t in (*parameters, *scales, *model.buffers())),
         gradients=trained if settings.accumulates else 0,
         optimizer=settings.optimizer.state_bytes,
     )
