@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ from rematic.training_tensors import tensor_bytes
 
 MakeBatch = Callable[[int, int, bool], Batch]
 """Makes a batch from batch size, length and whether it is padded: real tensors on the CPU."""
+
+GradientBuckets: TypeAlias = Literal["none", "copies", "views"]
+"""Where DDP keeps gradients until it has reduced them."""
 
 LOSSLESS: tuple[Action, ...] = (Keep(), Recompute(), RecomputeOffload(), Offload())
 """What is traced unless other actions are named."""
@@ -64,12 +68,22 @@ class TraceSettings:
     accumulates: bool = False
     """Whether gradients of an earlier micro-batch are there when a step begins."""
 
+    gradient_buckets: GradientBuckets = "none"
+    """Buckets of `DistributedDataParallel`: `copies` of all gradients beside them (its default),
+    or `views` (`gradient_as_bucket_view=True`), where gradients live in the buckets and are there
+    before the step begins."""
+
     on_accelerator: bool = True
     """Where the steps will run. What was moved comes back into an accelerator's memory, ahead of
     need; on a CPU it comes back as a mapping of a file, which takes no heap."""
 
     optimizer: OptimizerBytes = NO_OPTIMIZER
     """What the optimizer holds and needs."""
+
+    @property
+    def gradients_exist(self) -> bool:
+        """Whether a step finds memory for its gradients instead of allocating it."""
+        return self.accumulates or self.gradient_buckets == "views"
 
 
 def trace_profile(model: nn.Module, settings: TraceSettings) -> StepProfile:
@@ -203,7 +217,7 @@ class _Traces:
         self, traced: TracedModel, settings: TraceSettings, grid: Grid, *, padded: bool
     ) -> None:
         self._traced = traced
-        self._accumulates = settings.accumulates
+        self._accumulates = settings.gradients_exist
         self._grid = grid
         self._batches = [settings.make_batch(*point, padded) for point in grid.points]
 
@@ -221,6 +235,7 @@ def _fixed_bytes(model: nn.Module, settings: TraceSettings) -> FixedBytes:
     scales = [scale for p in parameters for scale in quantization_tensors(p)]
     return FixedBytes(
         weights=sum(tensor_bytes(t) for t in (*parameters, *scales, *model.buffers())),
-        gradients=trained if settings.accumulates else 0,
+        gradients=trained if settings.gradients_exist else 0,
         optimizer=settings.optimizer.state_bytes,
+        other=trained if settings.gradient_buckets == "copies" else 0,
     )

@@ -113,3 +113,41 @@ def test_a_unit_called_twice_is_refused():
     )
     with pytest.raises(ValueError, match="called units 4 times: expected each of the 2 once"):
         trace_profile(Twice(), settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gradients", "other"),
+    [
+        ({"accumulates": True}, 1, 0),
+        ({"gradient_buckets": "copies"}, 0, 1),
+        ({"gradient_buckets": "views"}, 1, 0),
+    ],
+    ids=["accumulates", "copies", "views"],
+)
+def test_gradients_that_are_there_already_count_from_the_start(settings, gradients, other):
+    with torch.device("meta"):
+        blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(3)]
+        model = torch.nn.Sequential(*blocks)
+
+    def costs_with(**settings):
+        made = TraceSettings(
+            make_batch=lambda batch, length, _: {"x": torch.ones(batch, length, 8)},
+            loss=lambda model, batch: model(batch["x"]).sum(),
+            batch=1,
+            padded=(False,),
+            actions=(),
+            **settings,
+        )
+        return trace_profile(model, made).costs_at(batch=1, length=16)
+
+    def left(costs):
+        return [dict(costs.classes[i].actions)["keep"].gradient for i in costs.unit_classes]
+
+    plain, costs = costs_with(), costs_with(**settings)
+    block_bytes = 4 * (8 * 8 + 8)
+    assert costs.fixed.weights == 3 * block_bytes
+    assert costs.fixed.gradients == gradients * 3 * block_bytes
+    assert costs.fixed.other - plain.fixed.other == other * 3 * block_bytes
+    # new gradients appear in backward only where there were none
+    appeared = [a - b for a, b in zip(left(plain), left(costs), strict=True)]
+    assert appeared == [gradients * block_bytes] * 3
