@@ -94,6 +94,11 @@ def save_again(tensor: torch.Tensor) -> None:
     _state.pack(tensor)
 
 
+def counts_ops() -> bool:
+    """Returns whether the replay that runs finds kept results by counting ops, so none may lack."""
+    return getattr(_state, "counts_ops", False)
+
+
 def skip_slot() -> None:
     """Passes over the next slot of the replay that runs, whose holder is never empty."""
     _state.pack.__self__.num_slots += 1
@@ -189,7 +194,9 @@ def as_in_forward(
         Arguments for the forward, fresh leaves of the graph that it makes.
     """
     record.busy = True
+    outer = counts_ops()
     _state.depth = getattr(_state, "depth", 0) + 1
+    _state.counts_ops = cached and record.cache is not None
     try:
         cache = record.cache.replaying() if cached and record.cache else contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
@@ -200,7 +207,7 @@ def as_in_forward(
             stack.enter_context(cache)
             yield record.arguments.rebuild()
     finally:
-        _state.depth -= 1
+        _state.depth, _state.counts_ops = _state.depth - 1, outer
         record.busy = False
 
 

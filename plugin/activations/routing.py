@@ -23,7 +23,7 @@ from rematic.activations.decisions import Decision, RouterCall, SlotsOfCall
 from rematic.activations.instance_forward import InstanceForward
 from rematic.activations.nested import iter_leaves
 from rematic.activations.record import Holder, Record
-from rematic.activations.replay import ReplayError
+from rematic.activations.replay import ReplayError, counts_ops
 
 _state = threading.local()
 _CHOICES = frozenset(
@@ -91,7 +91,7 @@ class RoutedBody:
         if not self._is_recorded:
             return self._take_down(call)
         decision = self._next_decision()
-        if self._routing.may_skip and decision.take_slots(call):
+        if self._routing.may_skip and not counts_ops() and decision.take_slots(call):
             return decision.result()
         return decision.result(instead_of=call.run())
 

@@ -262,3 +262,27 @@ def test_a_recipe_names_routers_of_its_own() -> None:
     session.detach()
     with pytest.raises(ValueError, match=r"^the router pattern 'nobody' matches no module"):
         rematic.attach(model, recipe={"policy": {"start": "keep", "routers": ["nobody"]}})
+
+
+class Twice(nn.Module):
+    """A router, and an expert of low rank whose product has the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
+        self.out = nn.Linear(2, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1)
+        return x + self.out(torch.tanh(self.experts(x)) * weights)
+
+
+def test_kept_results_of_other_ops_are_not_taken_for_those_of_the_router() -> None:
+    wanted = step(make(Twice))
+    model = make(Twice)
+    engine = applied(Engine(model), Selective())
+    for _ in range(2):
+        model.zero_grad()
+        assert differences(step(model), wanted) == []
+    assert engine.ledger.counts.replays.total() == 6
+    engine.detach()
