@@ -63,7 +63,8 @@ def find_hidden_stash(record: Record) -> HiddenStash | None:
             probe,
         ):
             output = record.forward(*args, **kwargs)
-            known = [*iter_leaves((args, kwargs)), *record.module_state.tensors()]
+            known = [*iter_leaves((args, kwargs))]
+            known += [state.tensor for state in record.module_state.parameters]
             is_closed = _is_closed(output, known)
             with_graph = probe.allocated_bytes()
             output = map_leaves(torch.Tensor.detach, output)  # the graph dies here

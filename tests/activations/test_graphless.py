@@ -270,6 +270,30 @@ class Failing(StashingBlock):
         return output
 
 
+class HoldsWeight(StashingBlock):
+    """Has a trainable tensor that is a plain attribute, and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["scale"] = torch.ones(WIDTH, requires_grad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_gradients_to_tensors_that_are_no_parameters_are_not_lost() -> None:
+    def gradients(attached: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(HoldsWeight(), HoldsWeight()))
+        if attached:
+            applied(model, Recompute())
+        for _ in range(2):
+            model(torch.ones(2, 32, WIDTH)).square().mean().backward()
+        return [block.scale.grad for block in model[0]]
+
+    assert all(map(torch.equal, gradients(attached=True), gradients(attached=False)))
+
+
 @pytest.mark.parametrize("has_others", [True, False])
 def test_memory_that_runs_out_in_the_replay_is_made_by_evicting(has_others: bool) -> None:
     wanted = run(make(), 2)

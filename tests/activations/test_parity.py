@@ -149,7 +149,7 @@ BROKEN: dict[str, Broken] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
-def test_the_oracle_catches_a_broken_replay(
+def test_case_c6_the_oracle_catches_a_broken_replay(
     broken: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_it, family, wanted = broken

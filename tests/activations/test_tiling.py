@@ -206,3 +206,27 @@ def test_evaluation_is_judged_by_itself() -> None:
     step(model, x())
     assert [unit.num_forwards for unit in session._engine.units] == [5, 5]
     session.detach()
+
+
+def test_a_mixture_of_experts_in_slices_keeps_its_decisions() -> None:
+    from tests.activations.test_routing import mixtral
+
+    def run(model: Any) -> Outcome:
+        model.config.output_router_logits = False  # (collected by hooks on the routers)
+        for layer in model.model.layers:
+            layer.mlp.jitter_noise = 0.0
+        ids = torch.arange(14).view(2, 7) % 11
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return read_outcome(model, [loss])
+
+    wanted = run(mixtral())
+    model = mixtral()
+    rules = [{"match": "*.mlp", "action": {"name": "tile", "num_tiles": 3}}]
+    recipe = {"policy": {"start": "recompute", "units": ["*.mlp"], "rules": rules}}
+    session = rematic.attach(model, recipe=recipe)
+    for _ in range(2):
+        model.zero_grad()
+        close(run(model), wanted)
+    assert [unit.num_forwards for unit in session._engine.units] == [6, 6]
+    session.detach()
