@@ -73,7 +73,7 @@ class ModuleSnapshot:
         skipped: frozenset[str] = frozenset(),
     ) -> None:
         self._changing = changing
-        self._skipped = skipped
+        self._skipped = skipped | {"forward"}  # hosts exchange it around a call
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dictionaries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []

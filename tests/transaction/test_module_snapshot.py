@@ -138,3 +138,13 @@ def test_attributes_of_a_host_are_left_alone() -> None:
     module.new = 1
     snapshot.restore()
     assert (module.text, module.number, module.new) == ("b", 1, 1)
+
+
+def test_a_forward_that_a_host_has_exchanged_is_left_as_it_is() -> None:
+    """Lightning puts `training_step` in its place around a call of the wrapper."""
+    module = Peculiar()
+    module.forward = lambda: "exchanged"
+    snapshot = ModuleSnapshot([module], ChangingState())
+    del module.forward
+    snapshot.restore()
+    assert "forward" not in vars(module)
