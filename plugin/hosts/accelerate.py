@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import nn
 from typing_extensions import ParamSpec
 
 from rematic.batch_shape import BatchShape
@@ -21,9 +22,13 @@ from rematic.session import Session
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import Trainer
+
+    from rematic.hosts.transformers_trainer import TrainerDriver
 
 P = ParamSpec("P")
 T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @dataclass(kw_only=True)
@@ -64,6 +69,8 @@ class RecomputePlugin:
     """Whether anything is done; False: the script runs as if the plugin were not there."""
 
     _driver: AccelerateDriver = field(init=False, repr=False, compare=False)
+    _trainer: TrainerDriver | None = field(init=False, repr=False, compare=False, default=None)
+    _use_cache: tuple[Any, Any] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         options = AttachOptions(
@@ -135,11 +142,52 @@ class RecomputePlugin:
 
         @functools.wraps(fn)
         def step(*args: P.args, **kwargs: P.kwargs) -> T:
-            result: T = self._driver.step(fn, args, kwargs)
+            batch = args[0] if args else next(iter(kwargs.values()), None)
+            result: T = self._driver.step(fn, args, kwargs, batch=batch)
             return result
 
         return step
 
+    def attach_trainer(self, trainer: Trainer) -> RecomputePlugin:
+        """Manages what a Trainer of Transformers (or of TRL) trains, from `train()` to its end.
+
+        Its `activation_checkpointing`, under either name, is turned off until `detach`.
+
+        Args:
+            trainer: The Trainer, outside of `train()`.
+
+        Returns:
+            The plugin.
+
+        Raises:
+            ValueError: If the Trainer trains by `nn.DataParallel`, DeepSpeed or Megatron-LM, or
+                the plugin has another Trainer.
+        """
+        from rematic.hosts.transformers_trainer import TrainerDriver  # needs transformers
+
+        if self.enabled and (self._trainer is None or self._trainer.trainer is not trainer):
+            self._trainer = TrainerDriver(self._driver, trainer, use_cache=self._use_cache)
+        return self
+
+    def remember(self, model: ModelT) -> ModelT:
+        """Remembers `config.use_cache`, which `Trainer(...)` turns off, to put it back at the end.
+
+        `Trainer(model=plugin.remember(model), ...)`.
+
+        Args:
+            model: The model, before the Trainer is made.
+
+        Returns:
+            The model.
+        """
+        config: Any = getattr(model, "config", None)
+        if self.enabled and hasattr(config, "use_cache"):
+            self._use_cache = (config, config.use_cache)
+        return model
+
     def detach(self) -> None:
-        """Gives back the model, its optimizers and the Accelerator; safe to call twice."""
+        """Gives back model, optimizers, Accelerator and Trainer; safe to call twice."""
+        if self._trainer is not None:
+            self._trainer.detach()
+            self._trainer = None
         self._driver.detach()

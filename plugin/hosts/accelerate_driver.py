@@ -104,12 +104,25 @@ class AccelerateDriver:
         self._covered: list[torch.optim.Optimizer] = []
         self._is_open = False
         self._carried: dict[str, Any] | None = None
+        self.restore_from: Path | None = None
+        """Folder of a checkpoint whose state the next session takes up."""
 
-    def attach(self, accelerator: Any) -> None:  # noqa: ANN401 - accelerate ships no types
-        """Wraps the methods of an Accelerator."""
+    def attach(self, accelerator: Any, *, may_be_prepared: bool = False) -> None:  # noqa: ANN401 - accelerate ships no types
+        """Wraps the methods of an Accelerator.
+
+        Args:
+            accelerator: The Accelerator.
+            may_be_prepared: Whether it may have prepared models before, since its host prepares
+                them again for every training.
+        """
         if not self.enabled or accelerator is self._accelerator:
             return
         self._refuse(accelerator)
+        if not may_be_prepared and any(True for _ in getattr(accelerator, "_models", ())):
+            raise ValueError(
+                "`accelerator.prepare` was called before `plugin.attach(accelerator)`: expected "
+                "the other order, so that the model is attached before it is wrapped."
+            )
         self._accelerator = accelerator
         self._taken = TakenKeys(accelerator)
         self._seams = [
@@ -128,14 +141,16 @@ class AccelerateDriver:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        batch: object,
         state: HostState | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the user's step returns
         """Runs forward and backward of one micro-batch, again if memory runs out.
 
         Args:
             fn: Forward and backward.
-            args: Its arguments, the batch first.
+            args: Its arguments.
             kwargs: Its keyword arguments.
+            batch: What is read for the shape of the step.
             state: What the host counts inside the step; None for the Accelerator's accumulation.
         """
         if not self.enabled or self._is_open:
@@ -145,7 +160,6 @@ class AccelerateDriver:
                 "no model is attached: expected `plugin.attach(accelerator)` and then "
                 "`accelerator.prepare(model, ...)` before the first step."
             )
-        batch = args[0] if args else next(iter(kwargs.values()), None)
         call = RecoverableCall(
             self.session,
             state or AcceleratorCounters(self._accelerator),
@@ -217,11 +231,6 @@ class AccelerateDriver:
                 "backward and owns the gradients: expected one process, DDP or FSDP. Use its own "
                 "activation checkpointing there."
             )
-        if any(True for _ in getattr(accelerator, "_models", ())):
-            raise ValueError(
-                "`accelerator.prepare` was called before `plugin.attach(accelerator)`: expected "
-                "the other order, so that the model is attached before it is wrapped."
-            )
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as prepare's
         optimizers = [a for a in args if isinstance(a, torch.optim.Optimizer)]
@@ -290,5 +299,8 @@ class AccelerateDriver:
         """Goes on with what was learned before the model was given back, if it is the same."""
         assert self.session is not None
         carried, self._carried = self._carried, None
+        folder, self.restore_from = self.restore_from, None
+        if folder is not None and read_session(self.session, folder):
+            return
         if carried is not None and carried["units"] == self.session.state_dict()["units"]:
             self.session.load_state_dict(carried)

@@ -14,12 +14,8 @@ from rematic.step_recovery import StepOutOfMemoryError, run_attempts
 class HostState(Protocol):
     """What a host counts inside a step, and what a second attempt must find as it was."""
 
-    @property
-    def containers(self) -> object:
-        """Containers that the step may fill."""
-
     def restore(self) -> None:
-        """Puts back everything else."""
+        """Puts it back to before the step."""
 
 
 class AcceleratorCounters:
@@ -28,8 +24,6 @@ class AcceleratorCounters:
     Args:
         accelerator: The Accelerator.
     """
-
-    containers: object = None
 
     def __init__(self, accelerator: Any) -> None:  # noqa: ANN401 - accelerate ships no types
         self._accelerator = accelerator
@@ -100,7 +94,7 @@ class RecoverableCall:
                 self._state.restore()
             return fn(*args, **kwargs)
 
-        recovery = self._session.recovery((args, kwargs, self._state.containers))
+        recovery = self._session.recovery((args, kwargs))
         try:
             return run_attempts(recovery, attempt)
         finally:

@@ -161,7 +161,7 @@ class ModuleSnapshot:
         for present, before in self._dictionaries:
             _replace_if_changed(present, before)
         for container, contents in self._containers:
-            _refill(container, contents)
+            refill(container, contents)
         for held in self._objects:
             if held.changed():
                 held.restore()
@@ -194,7 +194,8 @@ def _replace_if_changed(present: dict[str, Any], before: dict[str, Any]) -> None
         present.update(before)
 
 
-def _refill(container: Any, contents: Any) -> None:  # noqa: ANN401 - a type of CONTAINERS
+def refill(container: Any, contents: Any) -> None:  # noqa: ANN401 - a type of CONTAINERS
+    """Makes a container hold what a copy of it holds."""
     fresh = copied(contents)
     container.clear()
     if hasattr(container, "extend"):

@@ -48,8 +48,7 @@ def reference(plain: dict[Any, Trained], **options: Any) -> Trained:
 
 
 @pytest.mark.parametrize("policy", ["planned", "keep", "selective", "recompute"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("accumulate", "precision"), [(1, "no"), (4, "bf16")])
 def test_twenty_steps_end_in_the_same_weights(
     plain: dict[Any, Trained], accumulate: int, precision: str, policy: str
 ) -> None:
