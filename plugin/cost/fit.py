@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -51,17 +52,34 @@ class Fit:
             self._rise(name)
         return all(polynomial.degree <= 1 for polynomial in self._known.values())
 
-    def action(self, slot: int) -> ActionProfile:
-        """Returns what the action costs in one slot."""
+    def casts(self, counts: Sequence[int]) -> Polynomial:
+        """Returns the bytes of autocast's copies of weights that nobody saves, of all units.
+
+        Args:
+            counts: For each slot the number of units for which it stands.
+        """
+        return self._through(
+            [sum(map(operator.mul, counts, trace.cast_bytes)) for trace in self._traces]
+        )
+
+    def action(self, slot: int, *, casts: Polynomial = _ZERO) -> ActionProfile:
+        """Returns what the action costs in one slot.
+
+        Args:
+            slot: Which unit.
+            casts: Copies of weights that other units may hold while it runs.
+        """
         forward, backward = f"forward {slot}", f"backward {slot}"
         # What a unit let go but the caller's variables hold until the head is reached counts as
         # gone at once in what that unit keeps, and as there in the forward of the others.
         late = [trace.late_bytes for trace in self._traces]
+        own_casts = self._through([trace.cast_bytes[slot] for trace in self._traces])
         kept = self._growth(forward) - self._through([of_unit[slot] for of_unit in late])
+        kept -= own_casts
         others = self._through([sum(n for n in u[:slot] if n > 0) for u in late])
         return ActionProfile(
             kept=kept,
-            forward=self._rise(forward, plus=others),
+            forward=self._rise(forward, plus=others + casts - own_casts),
             backward=self._rise(backward),
             gradient=self._growth(backward) + kept,
             offered=self._offered(slot),
@@ -75,17 +93,28 @@ class Fit:
             for sizes in versions
         )
 
-    def around(self) -> SurroundingsProfile:
-        """Returns what happens outside the units."""
+    def around(self, counts: Sequence[int]) -> SurroundingsProfile:
+        """Returns what happens outside the units.
+
+        Args:
+            counts: For each slot the number of units for which it stands.
+        """
         kept = self._growth(EMBEDDING)
         return SurroundingsProfile(
             embedding_forward=self._rise(EMBEDDING),
             embedding_kept=kept,
-            head=self._rise(HEAD),
-            head_left=self._growth(HEAD),
+            head=self._head(self.casts(counts)),
+            head_left=self._growth(HEAD) + self.casts([1] * len(counts)),
             embedding_backward=self._rise(AFTER),
             embedding_gradient=self._growth(AFTER) + kept,
         )
+
+    def _head(self, casts: Polynomial) -> Envelope:
+        """Returns the rise of the head: until autocast is left, on top of all units' copies."""
+        before = self._rise(HEAD, plus=casts, end=self._traces[0].num_before_uncast)
+        traced = self.casts([1] * len(self._traces[0].cast_bytes))
+        after = self._rise(HEAD, plus=traced, start=self._traces[0].num_before_uncast)
+        return Envelope.over((*before.candidates, *after.candidates))
 
     def batch_bytes(self) -> Polynomial:
         """Returns the bytes of the batch."""
@@ -134,12 +163,15 @@ class Fit:
             return Polynomial.constant(0)
         return self._through([interval.end_bytes - interval.start_bytes for interval in intervals])
 
-    def _rise(self, name: str, plus: Polynomial = _ZERO) -> Envelope:
+    def _rise(
+        self, name: str, plus: Polynomial = _ZERO, *, start: int = 0, end: int | None = None
+    ) -> Envelope:
+        """Returns how far the events of an interval, or some of them, rise above its start."""
         intervals = self._intervals(name)
         starts = [interval.start_bytes for interval in intervals]
-        events = dict.fromkeys(zip(*(interval.live_bytes for interval in intervals), strict=True))
+        events = dict.fromkeys(zip(*(i.live_bytes[start:end] for i in intervals), strict=True))
         return Envelope.over(
-            self._through([live - start for live, start in zip(event, starts, strict=True)]) + plus
+            self._through([live - base for live, base in zip(event, starts, strict=True)]) + plus
             for event in events
         )
 

@@ -22,6 +22,7 @@ from rematic.cost.real_path import on_real_path
 from rematic.cost.real_twins import RealTwins
 from rematic.cost.torch_private import FakeTensorMode
 from rematic.cost.traced_stash import Offered, TracedPlaces
+from rematic.memory.storages import storages_of
 from rematic.policy import (
     Action,
     Compress,
@@ -63,6 +64,13 @@ class StepTrace:
     late_bytes: tuple[int, ...]
     """Bytes of each unit's input that it let go but that died after its forward, less those of
     others that died in its own: until then the variables of callers held them."""
+
+    cast_bytes: tuple[int, ...]
+    """Bytes of copies of weights that autocast made in each unit and let go when it was left, after
+    the loss. (Those that autograd saves live on, and are kept like everything else.)"""
+
+    num_before_uncast: int
+    """Number of ops of the head's interval that ran while these copies were there."""
 
     batch_bytes: int
     """Bytes of the batch."""
@@ -123,7 +131,7 @@ class TracedModel:
                 for parameter in parameters:
                     if parameter.requires_grad:
                         parameter.grad = torch.empty_like(parameter)
-            recorder = _Recorder(self._engine, self._places)
+            recorder = _Recorder(self._engine, self._places, parameters)
             gradients = [p.grad for p in parameters if p.grad is not None]
             recorder.log.ignore([*parameters, *self.model.buffers(), *fakes.values(), *gradients])
             with self._twins, recorder.log, recorder.watching():
@@ -155,7 +163,9 @@ class TracedModel:
 class _Recorder:
     """Cuts a step into intervals, and takes down the ops of the forward of each unit."""
 
-    def __init__(self, engine: Engine, places: TracedPlaces) -> None:
+    def __init__(
+        self, engine: Engine, places: TracedPlaces, parameters: Sequence[torch.Tensor]
+    ) -> None:
         self.log = EventLog()
         self._engine = engine
         self._places = places
@@ -166,6 +176,10 @@ class _Recorder:
         self._offered: list[tuple[Offered, ...]] = []
         self._late = [0] * self._num_units
         self._inputs: dict[int, int] = {}
+        self._weights = {id(storage) for storage in storages_of(list(parameters))}
+        self._casts: dict[int, int] = {}
+        self._cast_bytes = [0] * self._num_units
+        self._num_before_uncast = 0
         self._running: OpLog | None = self._around
         self._backward_of: int | None = None
 
@@ -205,6 +219,8 @@ class _Recorder:
             around_ops=tuple(self._around.ops),
             offered=tuple(self._offered),
             late_bytes=tuple(self._late),
+            cast_bytes=tuple(self._cast_bytes),
+            num_before_uncast=self._num_before_uncast,
             batch_bytes=batch_bytes,
         )
 
@@ -219,6 +235,8 @@ class _Recorder:
     def _observe(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ANN401
         if self._running is not None:
             self._running.note(func, args, kwargs, output)
+            if func is torch.ops.aten._to_copy.default and self._running is not self._around:
+                self._note_cast(args[0], output)
         elif self._backward_of is not None and replaying() and not OpLog.is_silent(func):
             self._replayed[self._backward_of] += 1
 
@@ -226,8 +244,16 @@ class _Recorder:
         position = self._inputs.pop(key, None)
         if position is not None:
             self._note_input_death(position, num_bytes)
+        unit = self._casts.pop(key, None)
+        if unit is not None and self.log.intervals[-1].name == HEAD:
+            self._cast_bytes[unit] += num_bytes
+            self._num_before_uncast = len(self.log.intervals[-1].live_bytes)
         if self._running is not None:
             self._running.note_death(key)
+
+    def _note_cast(self, given: torch.Tensor, made: torch.Tensor) -> None:
+        if id(given.untyped_storage()) in self._weights:
+            self._casts[id(made.untyped_storage())] = len(self._units) - 1
 
     def _note_input_death(self, position: int, num_bytes: int) -> None:
         interval = self.log.intervals[-1].name

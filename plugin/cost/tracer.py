@@ -111,10 +111,10 @@ def trace_profile(model: nn.Module, settings: TraceSettings) -> StepProfile:
         on_accelerator=settings.on_accelerator,
     )
     classes = [type(units[position][1]).__name__ for position in slots.positions]
-    slot_names = names_of_slots(classes, slots.positions)
+    named = tuple(zip(names_of_slots(classes, slots.positions), slots.counts, strict=True))
     bounds = _bounds(model, settings.max_length)
     pieces = [
-        _piece(traced, settings, batches, bound, padded=padded, slot_names=slot_names)
+        _piece(traced, settings, batches, bound, padded=padded, slots=named)
         for padded in settings.padded
         for batches in _batch_grids(settings.batch)
         for bound in bounds
@@ -147,14 +147,14 @@ def _piece(
     bound: tuple[int, int | None],
     *,
     padded: bool,
-    slot_names: Sequence[str],
+    slots: Sequence[tuple[str, int]],
 ) -> Piece:
     last_error: PathDiffers | None = None
     for steps in (_STEPS, _FALLBACK_STEPS):
         lengths = _lengths(bound, steps)
         grid = Grid(batches=batches, lengths=lengths)
         try:
-            return _piece_on(traced, settings, grid, bound=bound, padded=padded, names=slot_names)
+            return _piece_on(traced, settings, grid, bound=bound, padded=padded, slots=slots)
         except PathDiffers as error:
             last_error = error
     raise ValueError(
@@ -178,8 +178,9 @@ def _piece_on(
     *,
     bound: tuple[int, int | None],
     padded: bool,
-    names: Sequence[str],
+    slots: Sequence[tuple[str, int]],
 ) -> Piece:
+    """Traces all actions on a grid; `slots` are (name, number of units for which it stands)."""
     full = _Traces(traced, settings, grid, padded=padded)
     fits = {"keep": full.fit(Keep())}
     # What grows with the square of the length (masks, scores) shows when everything is kept. Where
@@ -190,6 +191,8 @@ def _piece_on(
         if action.name not in fits:
             fits[action.name] = fewer.fit(action)
     fit = fits["recompute"]
+    counts = [count for _, count in slots]
+    casts = fit.casts(counts)
     return Piece(
         min_batch=grid.batches[0],
         max_batch=grid.batches[0] if len(grid.batches) == 1 else None,
@@ -197,15 +200,15 @@ def _piece_on(
         max_length=bound[1],
         padded=padded,
         batch_bytes=fit.batch_bytes(),
-        around=fit.around(),
+        around=fit.around(counts),
         around_ops=fits["keep"].around_ops(),
         units=tuple(
             UnitProfile(
                 name=name,
-                actions=tuple((action, f.action(slot)) for action, f in fits.items()),
+                actions=tuple((action, f.action(slot, casts=casts)) for action, f in fits.items()),
                 ops=fit.unit_ops(slot, kept=fits["keep"]),
             )
-            for slot, name in enumerate(names)
+            for slot, (name, _) in enumerate(slots)
         ),
     )
 

@@ -16,8 +16,15 @@ from rematic.policy import Action, Keep, Plan, Selective
 class RealStep:
     """Steps of a real model under plans; their peak is counted by live storages."""
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         self.model = model
+        self.autocast = autocast
         self.engine = Engine(model, trust=["*"])
         for action in (Keep(), Selective()):  # the first calls teach the units something
             self.peak_bytes(batch, [action] * len(self.engine.units))
@@ -30,7 +37,9 @@ class RealStep:
         probe.track([*self.model.parameters(), *self.model.buffers(), *batch.values()])
         before = probe.allocated_bytes()
         with probe:
-            loss = self.model(**batch).loss
+            dtype = self.autocast or torch.bfloat16
+            with torch.autocast("cpu", dtype=dtype, enabled=self.autocast is not None):
+                loss = self.model(**batch).loss
             loss.backward()
         return probe.peak_allocated_bytes - before
 

@@ -60,6 +60,21 @@ def test_predicted_peaks_of_padded_batches_grow_with_the_square_of_the_length(mo
     assert padded.pieces[0].around.embedding_kept.degree == 2
 
 
+def test_copies_of_weights_that_autocast_makes_live_until_it_is_left(model):
+    cast = torch.bfloat16
+    mixed = traced(model, actions=(), batch=1, padded=(False,), autocast=cast)
+    batch = language_model_batch(1, 300, False)
+    step = RealStep(model, batch, autocast=cast)
+    costs = mixed.costs_at(batch=1, length=300)
+    recomputed = predicted_peak(costs, [R] * 5)
+    assert recomputed.total - recomputed.fixed == step.peak_bytes(batch, [R] * 5)
+    # copies that a kept unit saves count once more until autocast is left: too high, never too low
+    kept = predicted_peak(costs, [K, R, K, R, K])
+    copies = 3 * 2 * sum(p.numel() for p in model.model.layers[0].parameters())
+    assert 0 <= kept.total - kept.fixed - step.peak_bytes(batch, [K, R, K, R, K]) <= copies
+    step.engine.detach()
+
+
 def test_fixed_bytes_are_the_weights_and_the_batch(model, profile):
     fixed = profile.costs_at(batch=1, length=100).fixed
     held = [*model.parameters(), *model.buffers()]
