@@ -12,8 +12,11 @@ from torch import nn
 from rematic.activations import Engine, Notice
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
+from rematic.control import ControlRules, Goals, Pace
 from rematic.journal import EventSink
 from rematic.memory import MemorySnapshot, Probe, make_probe, process_overhead_bytes
+from rematic.operator_requests import FILE_NAME as REQUESTS_NAME
+from rematic.operator_requests import RequestReader
 from rematic.policy import Action, Policy, Rule, Selective, Tile, action_named, policy_named
 from rematic.recipes import (
     ActionConfig,
@@ -27,6 +30,7 @@ from rematic.recipes import (
     recipe_from_config,
 )
 from rematic.session import Session, SessionSettings
+from rematic.supervisor import LADDER_NAMES, Supervision
 from rematic.training_tensors import existing_bytes
 
 
@@ -40,6 +44,7 @@ def attach(
     probe: str | Probe | None = None,
     batch_shape: Callable[[object], BatchShape] = default_batch_shape,
     journal: EventSink | None = None,
+    on_escalation: Callable[[str], None] | None = None,
 ) -> Session:
     """Puts rematic onto a model, whose names, types and saved files stay as they are.
 
@@ -56,7 +61,10 @@ def attach(
             `recompute+offload`, `offload`, `compress`); instead of the recipe's.
         probe: `auto`, `host`, `cuda`, or a probe; instead of the recipe's.
         batch_shape: Reads a batch; the default takes the largest tensor, integers first.
-        journal: Takes the decisions, such as a `rematic.journal.JournalWriter`.
+        journal: Takes the decisions, such as a `rematic.journal.JournalWriter`; an operator's
+            requests come through a file beside it.
+        on_escalation: Called with what a person must decide, if the recipe has
+            `control: {escalation: call}`.
 
     Raises:
         ValueError: If there is no unit, a pattern matches nothing, the model is attached already,
@@ -64,6 +72,7 @@ def attach(
             policy plans.
     """
     chosen = _recipe(recipe)
+    supervision = _supervision(chosen, journal, on_escalation)
     optimizers = _optimizers(optimizer)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     reader = make_probe(
@@ -102,6 +111,7 @@ def attach(
                 allow_lossy=chosen.policy.allow_lossy or first.is_lossy,
                 attempts=chosen.control.attempts,
                 allow_split=chosen.control.allow_split,
+                supervision=supervision,
             ),
         )
     except BaseException:
@@ -127,6 +137,28 @@ def _tile_the_loss(session: Session) -> None:
             kind="tiled_loss",
             text="head and loss run in slices: their gradients are summed by slice",
         )
+    )
+
+
+def _supervision(
+    recipe: Recipe, journal: EventSink | None, on_escalation: Callable[[str], None] | None
+) -> Supervision:
+    said = recipe.control
+    path = getattr(journal, "path", None)
+    return Supervision(
+        rules=ControlRules(
+            goals=Goals(**vars(recipe.goals)),
+            pace=Pace(
+                probation_steps=said.probation_steps,
+                cool_down_steps=said.cool_down_steps,
+                window_steps=said.window_steps,
+            ),
+            ladder=LADDER_NAMES,
+            adapt=said.adapt,
+        ),
+        escalation=said.escalation,
+        on_escalation=on_escalation,
+        requests=None if path is None else RequestReader(Path(path).with_name(REQUESTS_NAME)),
     )
 
 

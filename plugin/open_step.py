@@ -9,7 +9,7 @@ from typing import Any
 from rematic.activations import Engine, Eviction, OpRetry, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
-from rematic.control import StepDecision, StepOutcome, kept_key
+from rematic.control import History, StepDecision, StepOutcome, kept_key
 from rematic.memory import MemorySnapshot, Probe
 from rematic.policy import Selective
 from rematic.step_record import StepRecord
@@ -105,7 +105,7 @@ class OpenStep:
             surprising=self._is_surprising(),
         )
 
-    def record(self, *, policy: str, budget_bytes: int | None) -> StepRecord:
+    def record(self, history: History, *, budget_bytes: int | None) -> StepRecord:
         """Returns the step as the journal holds it."""
         counts = self._counts.since()
         return StepRecord(
@@ -114,7 +114,9 @@ class OpenStep:
             length=self.shape.length,
             tokens=self.shape.tokens,
             padded=self.shape.padded,
-            policy=policy,
+            policy=history.current.name,
+            pinned=history.pinned,
+            depth=len(history.entries) - 1,
             plan=self.decision.plan.counts(),
             predicted_peak_bytes=self.decision.predicted_peak_bytes,
             peak_bytes=self.meter.peak_bytes,

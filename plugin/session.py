@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction
 from rematic.step_record import StepRecord
 from rematic.step_recovery import StepRecovery, begin_recovery, with_room
+from rematic.supervisor import Supervision, Supervisor
 from rematic.training_tensors import gradient_bytes, pending_gradient_bytes
 from rematic.transaction import ChangingState
 
@@ -61,6 +62,9 @@ class SessionSettings:
 
     allow_split: bool = False
     """Whether a try may split the batch, which adds up in another order."""
+
+    supervision: Supervision = field(default_factory=Supervision)
+    """How policies may change without being asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,7 @@ class Session:
         self._plan = Plan(actions=tuple(action or Recompute() for action in self._actions))
         engine.apply(self._plan)
         self._boundaries: list[OptimizerBoundary] = []
+        self._supervisor = Supervisor(self, settings.supervision)
         engine.ledger.at_notice = self.write_notice
         self._write_attach()
         engine.tell_beginning()
@@ -233,10 +238,12 @@ class Session:
         """
         if self._step is not None:
             self.abort_step(None)
+        self._supervisor.before_step()
         shape = with_room(lambda: self.settings.batch_shape(batch), self._engine.ledger)
         before = self.probe.snapshot()
         decision = control.plan_step(self._costs, self._request(shape, before.allocated_bytes))
-        armed = armed or decision.armed or shape.tokens <= 1  # a batch that could not be read
+        # the last: a batch that could not be read
+        armed = armed or decision.armed or self._supervisor.armed or shape.tokens <= 1
         self._open_step(shape, decision, before, armed=armed)
 
     def _open_step(
@@ -261,10 +268,12 @@ class Session:
         """Ends the micro-batch, learns from it and writes it to the journal."""
         step = self._close_step()
         self._costs = control.learn(self._costs, step.outcome())
-        record = step.record(policy=self.policy.name, budget_bytes=self.budget_bytes)
+        record = step.record(self._history, budget_bytes=self.budget_bytes)
         self.last_step = record
         self.num_steps += 1
-        self.settings.journal.write(record.to_event())
+        event = record.to_event()
+        self.settings.journal.write(event)
+        self._supervisor.after_step(event)
         if not self._boundaries:
             self._pass_boundary()
         return record
@@ -349,6 +358,7 @@ class Session:
             "num_steps": self.num_steps,
             "history": control.history_to_plain(self._history),
             "costs": control.costs_to_plain(self._costs),
+            "control": self._supervisor.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -373,6 +383,8 @@ class Session:
         try:
             history = control.history_from_plain(state["history"])
             costs, num_steps = control.costs_from_plain(state["costs"]), int(state["num_steps"])
+            if "control" in state:  # older states have none
+                self._supervisor.load_state_dict(state["control"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"the saved state is damaged ({type(error).__name__}: {error}): expected what "
@@ -444,6 +456,22 @@ class Session:
             self._history = change.make(self._history, self.num_steps)
             self._actions = resolve(self.policy, self._engine.classes)
             self._write_change(change.event, before=before, reason=change.reason)
+        self._supervisor.at_boundary()
+
+    def save_before_stop(self, why: str) -> str | None:
+        """Lets the host save the training between two steps; returns where, None for nowhere."""
+        if self.at_stop is None:
+            return None
+        report = StopReport(
+            batch=0,
+            length=0,
+            budget_bytes=self.budget_bytes,
+            attempts=(),
+            obstacle=why,
+            largest_length=None,
+            resident_bytes=(),
+        )
+        return self.at_stop(report)
 
     def _write_change(self, event: str, *, before: Policy, reason: str) -> None:
         self.settings.journal.write(

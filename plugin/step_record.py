@@ -30,6 +30,12 @@ class StepRecord:
     policy: str
     """Name of the policy in force."""
 
+    pinned: bool
+    """Whether only `unpin` may change the policy."""
+
+    depth: int
+    """Number of policies that can be gone back to."""
+
     plan: dict[str, int]
     """Number of units by action."""
 

@@ -13,6 +13,7 @@ from rematic.recipes.schema import ActionConfig as ActionConfig
 from rematic.recipes.schema import CompressConfig as CompressConfig
 from rematic.recipes.schema import ControlConfig as ControlConfig
 from rematic.recipes.schema import DataConfig as DataConfig
+from rematic.recipes.schema import GoalsConfig as GoalsConfig
 from rematic.recipes.schema import KeepConfig as KeepConfig
 from rematic.recipes.schema import MemoryConfig as MemoryConfig
 from rematic.recipes.schema import ModelConfig as ModelConfig

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from rematic.recipes.budget import Budget
+from rematic.recipes.control_schema import ControlConfig as ControlConfig
+from rematic.recipes.control_schema import GoalsConfig as GoalsConfig
 from rematic.recipes.field_checks import (
     folder_name,
     instance,
@@ -331,20 +333,6 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlConfig:
-    """How failures are answered."""
-
-    attempts: int = 4
-    """Tries of one micro-batch as a whole, the first included; default 4."""
-    allow_split: bool = False
-    """Whether a try may split a batch whose loss's reduction is declared; default false."""
-
-    def __post_init__(self) -> None:
-        whole_number(self, "attempts", minimum=1, remedy="write 1 for no second try")
-        true_or_false(self, "allow_split")
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where a run is written, and how often it is saved."""
 
@@ -386,7 +374,9 @@ class Recipe:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """What happens to activations."""
     control: ControlConfig = field(default_factory=ControlConfig)
-    """How failures are answered."""
+    """How failures are answered, and how fast policies may change."""
+    goals: GoalsConfig = field(default_factory=GoalsConfig)
+    """What a change of policy must meet."""
     run: RunConfig = field(default_factory=RunConfig)
     """Where the run is written."""
 

@@ -18,6 +18,7 @@ from rematic.control.goals import Pace as Pace
 from rematic.control.history import History as History
 from rematic.control.history import HistoryEntry as HistoryEntry
 from rematic.control.history import pinned as pinned
+from rematic.control.history import policy_in_history as policy_in_history
 from rematic.control.history import rolled_back as rolled_back
 from rematic.control.history import switched as switched
 from rematic.control.history import unpinned as unpinned

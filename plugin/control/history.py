@@ -77,6 +77,12 @@ def unpinned(history: History) -> History:
     return replace(history, pinned=False)
 
 
+def policy_in_history(history: History, name: str) -> Policy | None:
+    """Returns the newest policy of that name, with its rules; None if there was none."""
+    found = [entry.policy for entry in history.entries if entry.policy.name == name]
+    return found[-1] if found else None
+
+
 def _refuse_if_pinned(history: History, wish: str) -> None:
     if history.pinned:
         raise ValueError(

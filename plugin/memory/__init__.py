@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from rematic.memory.cached_blocks import release_cached_blocks as release_cached_blocks
 from rematic.memory.compiler_import import load_compiler_now as load_compiler_now
 from rematic.memory.device_probe import AcceleratorProbe as AcceleratorProbe
 from rematic.memory.device_probe import CudaProbe as CudaProbe
+from rematic.memory.device_probe import allocator_settings as allocator_settings
 from rematic.memory.heap_cap import CappedHeap as CappedHeap
 from rematic.memory.heap_cap import capped_heap as capped_heap
 from rematic.memory.heap_cap import warm_up_threads as warm_up_threads

@@ -1,0 +1,211 @@
+"""Requests of an operator to a running job, by lines in a file of its run directory.
+
+One JSON object per line: `schema`, `id`, `time` (seconds since the epoch), `request` and what it
+needs. The command line appends, the session reads at boundaries and answers in the journal under
+the same `id`. A request that is malformed, stale, replayed or impossible is answered too, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rematic.control import policy_in_history
+from rematic.policy import policy_named
+
+if TYPE_CHECKING:
+    from rematic.session import Session
+
+FILE_NAME = "control.jsonl"
+"""Name of the file inside a run directory."""
+
+SCHEMA_VERSION = 1
+"""Version of the meaning of the fields."""
+
+STALE_SECONDS = 600.0
+"""A request that is older is refused: whoever asked has long looked elsewhere."""
+
+POLL_SECONDS = 1.0
+"""The file is looked at no more often than this."""
+
+KINDS = ("rollback", "pin", "unpin")
+"""What can be asked for."""
+
+_MAX_LINE_BYTES = 1 << 16
+
+
+class RequestError(ValueError):
+    """A request that cannot be granted."""
+
+
+def append_request(run: Path, kind: str, **fields: object) -> str:
+    """Appends a request to a run's file and returns its id.
+
+    Args:
+        run: The run directory.
+        kind: One of `KINDS`.
+        fields: What it needs: `policy`, `steps`, `reason`.
+    """
+    request_id = uuid.uuid4().hex
+    header = {"schema": SCHEMA_VERSION, "id": request_id, "time": round(time.time(), 3)}
+    line = json.dumps({**header, "request": kind, **fields}, separators=(",", ":")) + "\n"
+    with open(run / FILE_NAME, "ab", buffering=0) as file:  # one write, so that lines stay whole
+        file.write(line.encode())
+    return request_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One line, understood or not."""
+
+    fields: Mapping[str, Any]
+    """What it says, as far as it is an object."""
+
+    refused: str | None
+    """Why it is refused whatever the session would say."""
+
+    def answered_by(self, session: Session) -> dict[str, object]:
+        """Does what is asked for, if it can be, and returns the answer for the journal."""
+        refused = self.refused
+        if refused is None:
+            try:
+                _grant(self.fields, session)
+            except ValueError as error:
+                refused = str(error)
+        named = {name: _short(self.fields.get(name)) for name in ("id", "request", "policy")}
+        status = "accepted" if refused is None else "refused"
+        return {**named, "status": status, "reason": refused or _reason(self.fields)}
+
+
+def _grant(fields: Mapping[str, Any], session: Session) -> None:
+    reason, kind = _reason(fields), fields["request"]
+    if kind == "rollback":
+        session.rollback(steps=fields.get("steps", 1), reason=reason)
+    elif kind == "pin":
+        known = policy_in_history(session.history, fields["policy"])
+        session.pin(known or policy_named(fields["policy"]), reason=reason)
+    else:
+        session.unpin()
+
+
+def _reason(fields: Mapping[str, Any]) -> str:
+    given = fields.get("reason")
+    return f"by an operator: {given}" if given else "by an operator"
+
+
+def _short(value: object) -> str | None:
+    return value[:100] if isinstance(value, str) else None
+
+
+class RequestReader:
+    """Reads what was appended since the last look.
+
+    What is in the file when it is made belongs to an earlier process: it is not answered, and its
+    ids are known from then on.
+
+    Args:
+        path: The file, which need not exist.
+        clock: Returns seconds since the epoch.
+        ticks: Returns seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        ticks: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path
+        self._clock = clock
+        self._ticks = ticks
+        self._next_look = float("-inf")
+        self._offset = 0
+        self._ids: set[str] = set()
+        for line in self._new_lines():
+            self._known_before(_parsed(line)[0])
+
+    def poll(self) -> list[Request]:
+        """Returns the requests that have come; looks at the file once per `POLL_SECONDS`."""
+        now = self._ticks()
+        if now < self._next_look:
+            return []
+        self._next_look = now + POLL_SECONDS
+        return [self._checked(line) for line in self._new_lines()]
+
+    def _new_lines(self) -> Iterator[bytes]:
+        """Yields whole lines behind the last one read; a shorter file is read from its start."""
+        try:
+            size_bytes = os.stat(self._path).st_size
+        except OSError:
+            return
+        if size_bytes == self._offset:
+            return
+        start = self._offset if size_bytes > self._offset else 0
+        with open(self._path, "rb") as file:
+            file.seek(start)
+            content = file.read()
+        whole = content.rfind(b"\n") + 1  # a line that is still being written comes next time
+        self._offset = start + whole
+        yield from content[:whole].splitlines()
+
+    def _checked(self, line: bytes) -> Request:
+        fields, refused = _parsed(line)
+        if refused is None:
+            refused = self._objection(fields)
+        if self._known_before(fields) and refused is None:
+            refused = f"the id {fields['id']!r} was answered already: a request counts once"
+        return Request(fields=fields, refused=refused)
+
+    def _known_before(self, fields: Mapping[str, Any]) -> bool:
+        request_id = fields.get("id")
+        if not isinstance(request_id, str):
+            return False
+        is_known = request_id in self._ids
+        self._ids.add(request_id)
+        return is_known
+
+    def _objection(self, fields: Mapping[str, Any]) -> str | None:
+        age = self._clock() - fields["time"]
+        if abs(age) > STALE_SECONDS:
+            return f"it is stale: made {age:.0f} seconds ago, expected at most {STALE_SECONDS:.0f}"
+        return None
+
+
+def _parsed(line: bytes) -> tuple[dict[str, Any], str | None]:
+    """Returns the fields of a line, and what is wrong with them."""
+    if len(line) > _MAX_LINE_BYTES:
+        return {}, f"a line of {len(line)} bytes: expected at most {_MAX_LINE_BYTES}"
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        return {}, f"it is not JSON ({error})"
+    if not isinstance(fields, dict):
+        return {}, f"it is a {type(fields).__name__}: expected an object"
+    return fields, _fault(fields)
+
+
+def _fault(fields: Mapping[str, Any]) -> str | None:
+    wanted: dict[str, tuple[type, ...]] = {"id": (str,), "time": (int, float), "request": (str,)}
+    if fields.get("schema") != SCHEMA_VERSION:
+        return f"its schema is {fields.get('schema')!r}: expected {SCHEMA_VERSION}"
+    if fields.get("request") == "pin":
+        wanted["policy"] = (str,)
+    if "steps" in fields:
+        wanted["steps"] = (int,)
+    if "reason" in fields:
+        wanted["reason"] = (str,)
+    for name, kinds in wanted.items():
+        value = fields.get(name)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return f"its {name} is {value!r}: expected {' or '.join(k.__name__ for k in kinds)}"
+    if fields["request"] not in KINDS:
+        return f"its request is {fields['request']!r}: expected one of {', '.join(KINDS)}"
+    return None

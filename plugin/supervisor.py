@@ -1,0 +1,205 @@
+"""Lets the controller see every step of a session, and does what it decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rematic import control
+from rematic.control import ControllerState, ControlRules, Decision
+from rematic.memory import allocator_settings, release_cached_blocks
+from rematic.operator_requests import RequestReader
+from rematic.policy import LADDER, Policy, policy_named
+
+if TYPE_CHECKING:
+    from rematic.session import Session
+
+_log = logging.getLogger("rematic")
+
+LADDER_NAMES = tuple(policy.name for policy in LADDER)
+
+
+class RunStoppedError(RuntimeError):
+    """A run that a person must decide about; it was stopped between two steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """How a session is supervised."""
+
+    rules: ControlRules = dataclasses.field(
+        default_factory=lambda: ControlRules(ladder=LADDER_NAMES)
+    )
+    """What the controller keeps to."""
+
+    escalation: Literal["warn", "checkpoint_and_stop", "call"] = "warn"
+    """What happens when a person must decide."""
+
+    on_escalation: Callable[[str], None] | None = None
+    """Called with the question where `escalation` is `call`."""
+
+    requests: RequestReader | None = None
+    """Where an operator's requests come from; None for nowhere."""
+
+    def __post_init__(self) -> None:
+        if (self.escalation == "call") != (self.on_escalation is not None):
+            given = "no function" if self.on_escalation is None else "a function"
+            raise ValueError(
+                f"control.escalation is {self.escalation!r} and there is {given} to call: expected "
+                "`escalation: call` in the recipe together with `on_escalation=...` in "
+                "`rematic.attach`, or neither."
+            )
+
+
+class Supervisor:
+    """Journals verdicts and decisions; asks the session for the changes, at boundaries only.
+
+    Args:
+        session: The session, whose public methods it uses.
+        supervision: What it keeps to.
+    """
+
+    def __init__(self, session: Session, supervision: Supervision) -> None:
+        self.armed = False
+        """Whether the next step is armed, since the last ones were troubled."""
+        self.state = ControllerState()
+        """What the controller remembers."""
+        self._session = session
+        self._supervision = supervision
+        self._rules: ControlRules | None = None
+        self._settled = self.state.settled
+        self._releases = False
+        self._advised = False
+        self._stop_because: str | None = None
+        self._is_polling = False
+
+    def before_step(self) -> None:
+        """Writes what it keeps to, once; stops a run that a person must decide about.
+
+        Raises:
+            RunStoppedError: If `escalation` is `checkpoint_and_stop` and a person must decide.
+        """
+        if self._stop_because is not None:
+            self._stop(self._stop_because)
+        if self._rules is None:
+            self._begin()
+
+    def after_step(self, event: Mapping[str, Any]) -> None:
+        """Decides after a step, from its event in the journal."""
+        assert self._rules is not None
+        self.state, decision = control.decide(self.state, control.observe(event), self._rules)
+        self.armed = decision.armed
+        if decision.settled != self._settled or decision.rule or decision.person:
+            self._settled = decision.settled
+            plain = control.decision_to_plain(decision)
+            self._write({"event": "decision", "step": event["step"], **plain})
+            self._do(decision)
+
+    def at_boundary(self) -> None:
+        """Releases what was decided to be released, and answers an operator."""
+        if self._releases:
+            self._releases = False
+            self._release()
+        requests = self._supervision.requests
+        if requests is not None and not self._is_polling:
+            self._is_polling = True
+            try:
+                for request in requests.poll():
+                    self._write({"event": "request", **request.answered_by(self._session)})
+            finally:
+                self._is_polling = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the controller's state in plain types."""
+        return control.controller_to_plain(self.state)
+
+    def load_state_dict(self, plain: Mapping[str, Any]) -> None:
+        """Takes up the state that `state_dict` returned."""
+        self.state = control.controller_from_plain(plain)
+        self._settled = self.state.settled
+        self._rules = None
+
+    def _begin(self) -> None:
+        rules = self._supervision.rules
+        if rules.adapt and _num_ranks() > 1:
+            # ranks would have to agree on every change, and nothing asks them yet
+            rules = dataclasses.replace(rules, adapt=False)
+        self._rules = rules
+        plain = {"rules": control.rules_to_plain(rules), "state": self.state_dict()}
+        self._write({"event": "control", "escalation": self._supervision.escalation, **plain})
+
+    def _do(self, decision: Decision) -> None:
+        self._releases = self._releases or decision.release
+        reason = _reason(decision)
+        try:
+            if decision.change == "switch":
+                self._session.switch(self._policy(decision.policy), reason=reason)
+            elif decision.change == "rollback":
+                self._session.rollback(reason=reason)
+        except ValueError as error:
+            self._write({"event": "refused", "change": decision.change, "reason": str(error)})
+        if decision.change != "none":
+            _log.warning("policy %s follows: %s", decision.policy, reason)
+        if decision.person:
+            self._ask_person(decision.person)
+
+    def _policy(self, name: str) -> Policy:
+        """Returns the policy of that name, with the rules of those that were in force."""
+        history = self._session.history
+        known = control.policy_in_history(history, name)
+        return known or dataclasses.replace(policy_named(name), rules=history.current.rules)
+
+    def _ask_person(self, question: str) -> None:
+        if self._supervision.escalation == "checkpoint_and_stop":
+            self._stop_because = question
+        elif self._supervision.on_escalation is not None:
+            self._supervision.on_escalation(question)
+        else:
+            _log.warning("%s", question)
+
+    def _stop(self, question: str) -> None:
+        """Saves the training between two steps, and stops it."""
+        self._stop_because = None
+        saved = self._session.save_before_stop(question)
+        self._write(
+            {"event": "stop", "reason": "a person must decide", "report": question}
+            | {"batch": None, "length": None, "checkpoint": saved}
+        )
+        where = f"It was saved to {saved}." if saved else "Nothing was there to save it."
+        raise RunStoppedError(f"the training was stopped: {question} {where}")
+
+    def _release(self) -> None:
+        freed = release_cached_blocks(self._session.probe)
+        self._write({"event": "release", "bytes_freed": freed})
+        expandable = allocator_settings().get("expandable_segments", "").lower() == "true"
+        if not self._advised and not expandable and self._session.probe.kind == "cuda":
+            self._advised = True
+            _log.warning(
+                "memory is in pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True for the next "
+                "run, which keeps holes from forming"
+            )
+
+    def _write(self, event: Mapping[str, object]) -> None:
+        step = self._session.num_steps
+        self._session.settings.journal.write({**event, "step": event.get("step", step)})
+
+
+def _reason(decision: Decision) -> str:
+    numbers = [f"{name} {value:,}" for name, value in decision.evidence]
+    numbers += [
+        f"{gate.name} {gate.measured:.4g} {gate.unit}, bound {gate.bound:.4g}"
+        for gate in decision.gates
+        if gate.passed is False and gate.measured is not None and gate.bound is not None
+    ]
+    return f"{decision.rule} ({', '.join(numbers)})" if numbers else decision.rule
+
+
+def _num_ranks() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1

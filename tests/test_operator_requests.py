@@ -1,0 +1,189 @@
+"""Requests to a running job: granted at boundaries, or refused with a reason and no effect."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rematic
+from rematic.journal import FILE_NAME as JOURNAL_NAME
+from rematic.journal import JournalWriter, read_journal
+from rematic.operator_requests import FILE_NAME, RequestReader, append_request
+from rematic.policy import KEEP, RECOMPUTE
+from tests.activations.blocks import make_input, make_model
+
+
+class Job:
+    """A run with a directory, whose operator is impatient."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rematic.operator_requests.POLL_SECONDS", 0.0)
+        self.folder = folder
+        self.model = make_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.journal = JournalWriter(folder / JOURNAL_NAME)
+        self.session = rematic.attach(
+            self.model, self.optimizer, policy="keep", journal=self.journal
+        )
+
+    def micro_batch(self) -> None:
+        with self.session.step(make_input()):
+            self.model(make_input()).backward()
+
+    def step(self) -> None:
+        self.micro_batch()
+        self.optimizer.step()
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [e for e in read_journal(self.folder / JOURNAL_NAME) if e["event"] == "request"]
+
+    def say(self, line: str) -> None:
+        with open(self.folder / FILE_NAME, "a") as file:
+            file.write(line + "\n")
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    job = Job(tmp_path, monkeypatch)
+    yield job
+    job.session.detach()
+    job.journal.close()
+
+
+def test_a_pin_takes_effect_at_the_next_boundary(job: Job) -> None:
+    job.step()
+    request_id = append_request(job.folder, "pin", policy="recompute", reason="night shift")
+    job.micro_batch()
+    assert job.session.policy == KEEP, "between micro-batches nothing changes"
+    job.optimizer.step()
+    assert job.session.policy == RECOMPUTE
+    assert job.session.history.pinned
+    (answer,) = job.answers()
+    assert (answer["id"], answer["status"]) == (request_id, "accepted")
+    assert answer["reason"] == "by an operator: night shift"
+    append_request(job.folder, "unpin")
+    job.step()
+    assert not job.session.history.pinned
+
+
+def test_a_rollback_goes_back(job: Job) -> None:
+    job.session.switch("recompute")
+    job.step()
+    append_request(job.folder, "rollback")
+    job.step()
+    assert job.session.policy == KEEP
+    (event,) = [e for e in read_journal(job.folder / JOURNAL_NAME) if e["event"] == "rollback"]
+    assert event["reason"] == "by an operator"
+
+
+def request(**fields: Any) -> str:
+    whole = {"schema": 1, "id": "a", "time": time.time(), "request": "unpin"}
+    return json.dumps({**whole, **fields})
+
+
+REFUSED = {
+    "not JSON": ("{", "it is not JSON"),
+    "bytes": ("\x00\x01", "it is not JSON"),
+    "no object": ("[1]", "it is a list: expected an object"),
+    "no schema": (json.dumps({"request": "unpin"}), "its schema is None: expected 1"),
+    "other schema": (request(schema=2), "its schema is 2: expected 1"),
+    "no id": (request(id=None), "its id is None: expected str"),
+    "no time": (request(time="now"), "its time is 'now': expected int or float"),
+    "stale": (request(time=time.time() - 3600), "it is stale: made 3"),
+    "from the future": (request(time=time.time() + 3600), "it is stale: made -3"),
+    "unknown request": (request(request="stop"), "its request is 'stop': expected one of rollback"),
+    "pin to nothing": (request(request="pin"), "its policy is None: expected str"),
+    "unknown policy": (request(request="pin", policy="x"), "unknown policy 'x': expected one of"),
+    "lossy policy": (request(request="pin", policy="compress"), "loses precision"),
+    "nothing to roll back": (request(request="rollback"), "cannot roll back 1 switches"),
+    "steps that are no number": (request(request="rollback", steps=True), "its steps is True"),
+    "too long": (request(reason="x" * (1 << 17)), "a line of 131"),
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_granted_is_refused_and_changes_nothing(
+    job: Job, line: str, reason: str
+) -> None:
+    job.step()
+    before = job.session.history
+    job.say(line)
+    job.step()
+    (answer,) = job.answers()
+    assert answer["status"] == "refused"
+    assert reason in str(answer["reason"])
+    assert job.session.history == before
+
+
+def test_a_request_counts_once(job: Job) -> None:
+    job.step()
+    line = request(request="pin", policy="recompute")
+    job.say(line)
+    job.step()
+    append_request(job.folder, "unpin")
+    job.step()
+    job.say(line)
+    job.step()
+    assert [answer["status"] for answer in job.answers()] == ["accepted", "accepted", "refused"]
+    assert "was answered already" in str(job.answers()[-1]["reason"])
+    assert not job.session.history.pinned
+
+
+def test_requests_of_an_earlier_process_are_not_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = request(request="pin", policy="recompute")
+    (tmp_path / FILE_NAME).write_text(line + "\n")
+    job = Job(tmp_path, monkeypatch)
+    job.step()
+    assert job.answers() == []
+    job.say(line)
+    job.step()
+    assert [answer["status"] for answer in job.answers()] == ["refused"], "replayed"
+    assert job.session.policy == KEEP
+    job.journal.close()
+
+
+def test_a_line_that_is_still_being_written_waits(job: Job) -> None:
+    job.step()
+    line = request(request="pin", policy="recompute") + "\n"
+    with open(job.folder / FILE_NAME, "a") as file:
+        file.write(line[:20])
+        file.flush()
+        job.step()
+        assert job.answers() == []
+        file.write(line[20:])
+    job.step()
+    assert job.session.policy == RECOMPUTE
+
+
+def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    reader = RequestReader(path, ticks=iter(range(100)).__next__)
+    path.write_text(request(id="first") + "\n" + request(id="second") + "\n")
+    assert [r.fields["id"] for r in reader.poll()] == ["first", "second"]
+    path.write_text(request(id="third") + "\n")
+    assert [r.fields["id"] for r in reader.poll()] == ["third"]
+
+
+def test_the_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
+    now = [0.0]
+    reader = RequestReader(tmp_path / FILE_NAME, ticks=lambda: now[0])
+    assert reader.poll() == []
+    append_request(tmp_path, "unpin")
+    now[0] = 0.9
+    assert reader.poll() == []
+    now[0] = 1.1
+    assert len(reader.poll()) == 1
+
+
+def test_a_session_without_a_file_hears_nobody() -> None:
+    session = rematic.attach(make_model(), policy="keep")
+    assert session.settings.supervision.requests is None
+    session.detach()
