@@ -82,13 +82,13 @@ def test_each_block_runs_once_and_is_replayed_where_planned(
 def test_a_tight_budget_is_kept_and_changes_nothing(runner: Runner, plain: Any, entry: str) -> None:
     with SimulatedProbe() as probe:
         free = runner.fit(**runner.entry(entry, policy="keep", budget=ROOMY, probe=probe))
-    peak_bytes = free.session.last_step.peak_bytes
+    needed_bytes = free.session.last_step.predicted_peak_bytes
     with SimulatedProbe() as probe:
-        tight = runner.fit(**runner.entry(entry, budget=peak_bytes, probe=probe))
+        tight = runner.fit(**runner.entry(entry, budget=needed_bytes, probe=probe))
     tight.is_same_as(plain())
     step = tight.session.last_step
     assert step.plan.get("recompute", 0) > 0
-    assert step.peak_bytes < peak_bytes
+    assert step.peak_bytes < needed_bytes
 
 
 @pytest.mark.parametrize("entry", ["strategy", "callback"])
