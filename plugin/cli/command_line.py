@@ -48,8 +48,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     (argparse of Python 3.10 to 3.13 gives a `nargs="*"` all it gets at its first place.)
     """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["launch"]:  # all that follows is Accelerate's and the script's
+        return argparse.Namespace(run=_launch, arguments=words[1:])
     parser = build_parser()
-    arguments, left = parser.parse_known_args(argv)
+    arguments, left = parser.parse_known_args(words)
     if any(word.startswith("-") for word in left) or (left and "overrides" not in arguments):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
@@ -69,6 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_report(commands)
     _add_demo(commands)
+    commands.add_parser("launch", help="`accelerate launch`, with recompute_config in its file")
+    _add_config(commands)
     return parser
 
 
@@ -137,6 +142,23 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.set_defaults(run=_demo)
 
 
+def _add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "config",
+        help="turn rematic on or off in an Accelerate config",
+        description="Show what an Accelerate config says about recomputation, or set it: only the "
+        "lines of recompute_config are touched.",
+        epilog="example: rematic config --enable --recipe long.yaml --config_file fsdp.yaml",
+    )
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", required=True)
+    toggle = parser.add_mutually_exclusive_group()
+    toggle.add_argument("--enable", action="store_true", help="turn it on")
+    toggle.add_argument("--disable", action="store_true", help="turn it off")
+    parser.add_argument("--recipe", metavar="RECIPE", help="name or path of the recipe")
+    parser.add_argument("--json", action="store_true", help="print the setting as JSON")
+    parser.set_defaults(run=_config)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     from rematic.cli.train_command import run_train
 
@@ -161,13 +183,26 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run_demo(arguments)
 
 
+def _launch(arguments: argparse.Namespace) -> int:
+    from rematic.cli.launch_command import run_launch
+
+    return run_launch(arguments.arguments)
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from rematic.cli.config_command import run_config
+
+    return run_config(arguments)
+
+
 def _complain(text: str, *, code: int) -> int:
     print(f"rematic: {text}", file=sys.stderr)
     return code
 
 
 def _missing_package(error: ModuleNotFoundError) -> str:
+    extra = "accelerate" if error.name == "accelerate" else "train"
     return (
-        f"the package {error.name!r} is not installed; this command needs the extra `train`: "
-        "pip install 'rematic[train]'"
+        f"the package {error.name!r} is not installed; this command needs the extra `{extra}`: "
+        f"pip install 'rematic[{extra}]'"
     )

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger("rematic")
@@ -18,6 +19,9 @@ ENABLED = "REMATIC_ENABLED"
 ACCELERATE_KEY = "FSDP_ACTIVATION_CHECKPOINTING"
 """What `accelerate launch` makes of `fsdp_config.fsdp_activation_checkpointing`."""
 
+_LAUNCHED = "ACCELERATE_MIXED_PRECISION"
+"""Set by every launcher of Accelerate."""
+_LOST_KEY = "rematic_recipe"
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -45,8 +49,26 @@ def read_environment(environment: Mapping[str, str] | None = None) -> dict[str, 
         )
     enabled = recipe is not None or bool(by_key)
     if not enabled:
+        _warn_of_lost_key(found)
         _log.info("rematic is off: neither %s nor the Accelerate config turns it on.", RECIPE)
     return {**fields, "enabled": enabled}
+
+
+def _warn_of_lost_key(environment: Mapping[str, str]) -> None:
+    """Says that `accelerate launch` has not passed on a recipe that the default file names."""
+    if _LAUNCHED not in environment:
+        return
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = Path(default_config_file)
+    if path.is_file() and _LOST_KEY in path.read_text("utf-8"):
+        _log.warning(
+            "%s names a recipe by fsdp_config.%s, which `accelerate launch` does not pass on: "
+            "rematic is off. Launch by `rematic launch`, or set %s.",
+            path,
+            _LOST_KEY,
+            RECIPE,
+        )
 
 
 def _truth(environment: Mapping[str, str], name: str) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,19 @@ def test_only_from_config_reads_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert (plugin.recipe, plugin.overrides) == ("tiny-cpu", ("control.attempts=2",))
     own: Any = {"control": {"attempts": 3}}
     assert rematic.RecomputePlugin.from_config(recipe=own, overrides=()).recipe is own
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_key_that_the_launcher_drops_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    launched: bool,
+) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text("fsdp_config: {rematic_recipe: tiny-cpu}\n")
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
+    fields = read_environment({"ACCELERATE_MIXED_PRECISION": "no"} if launched else {})
+    assert not fields["enabled"]
+    line = "names a recipe by fsdp_config.rematic_recipe, which `accelerate launch` does not pass"
+    assert (line in caplog.text) is launched

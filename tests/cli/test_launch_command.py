@@ -1,0 +1,181 @@
+"""One script and one file: the key in the file decides, whoever launches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematic.cli import main
+
+SCRIPT = str(Path(__file__).parent / "launched_script.py")
+CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: 'NO'
+mixed_precision: 'no'
+num_processes: 1
+use_cpu: true
+recompute_config:
+  enabled: true
+  overrides: [policy.start=recompute, "policy.trust=['*']"]
+"""
+FSDP_CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: 'no'
+num_processes: 2
+use_cpu: true
+fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true, rematic_recipe: short.yaml}
+"""
+LIKE_OPTIONS = ["--config_file", "other.yaml", "--recipe", "x", "--help", "--num_processes=9"]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("REMATIC_RECIPE", "REMATIC_ENABLED", "REMATIC_OVERRIDES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("?.json"))]
+    for path in folder.glob("?.json"):
+        path.unlink()
+    return found
+
+
+@pytest.mark.slow
+def test_flipping_the_key_changes_the_policy_and_nothing_else(tmp_path: Path) -> None:
+    """Case G1: declared and measured, by exact numbers of forwards."""
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    launched = ["launch", "--config_file", str(path), SCRIPT, str(tmp_path), *LIKE_OPTIONS]
+    assert main(launched) == 0
+    (on,) = results(tmp_path)
+    assert (on["policy"], on["forwards"], on["argv"]) == ("recompute", 6, LIKE_OPTIONS)
+    assert main(["config", "--config_file", str(path), "--disable"]) == 0
+    assert main(launched) == 0
+    (off,) = results(tmp_path)
+    assert (off["policy"], off["forwards"]) == (None, 3)
+    same = ("argv", "processes", "weights", "losses")
+    assert [on[key] for key in same] == [off[key] for key in same]
+
+
+@pytest.mark.slow
+def test_accelerates_own_launcher_and_two_processes(tmp_path: Path) -> None:
+    """It lets the key inside `fsdp_config` pass, and the recipe comes from the environment."""
+    path, recipe = tmp_path / "fsdp.yaml", tmp_path / "short.yaml"
+    path.write_text(FSDP_CONFIG)
+    recipe.write_text("policy: {start: recompute, trust: ['*']}\n")
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    subprocess.run(
+        [*command, "--config_file", str(path), SCRIPT, str(tmp_path)],
+        env={**os.environ, "REMATIC_RECIPE": str(recipe), "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    first, second = results(tmp_path)
+    assert (first["processes"], first["policy"], first["forwards"]) == (2, "recompute", 6)
+    assert (second["processes"], second["policy"], second["forwards"]) == (2, "recompute", 6)
+    assert first["weights"] == second["weights"]
+    assert first["losses"] != second["losses"]
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+TELLS = """\
+import os, json, sys
+names = ("REMATIC_ENABLED", "REMATIC_RECIPE", "REMATIC_OVERRIDES")
+print(json.dumps([os.environ.get(name) for name in names]))
+"""
+
+
+def told(capfd: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capfd.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (CONFIG, ["true", "auto", '["policy.start=recompute", "policy.trust=[\'*\']"]']),
+        (CONFIG.split("recompute_config")[0], [None, None, None]),
+        (
+            CONFIG.split("recompute_config")[0] + "fsdp_config: {rematic_recipe: tiny-cpu}\n",
+            ["true", "tiny-cpu", "[]"],
+        ),
+    ],
+    ids=["section", "nothing", "inside fsdp_config"],
+)
+def test_scripts_are_told_by_the_environment(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], config: str, expected: list[str | None]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(config)
+    before = dict(os.environ)
+    assert main(["launch", "--config_file", str(path), script(tmp_path, TELLS)]) == 0
+    assert told(capfd) == expected
+    assert dict(os.environ) == before
+    assert path.read_text() == config
+
+
+def test_a_json_file_is_honoured_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    plain = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
+    path.write_text(json.dumps({**plain, "recompute_config": {"enabled": False}}))
+    assert main(["launch", "--config_file", str(path), script(tmp_path, TELLS)]) == 0
+    assert told(capfd) == ["false", "auto", "[]"]
+
+
+def test_the_default_file_is_honoured_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Accelerate itself refuses it then."""
+    path = tmp_path / "default_config.yaml"
+    path.write_text(CONFIG)
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
+    assert main(["launch", script(tmp_path, TELLS)]) == 0
+    assert told(capfd)[0] == "true"
+
+
+def test_a_variable_that_gives_way_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REMATIC_RECIPE", "tiny-cpu")
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    assert main(["launch", "--config_file", str(path), script(tmp_path, TELLS)]) == 0
+    captured = capfd.readouterr()
+    assert "REMATIC_RECIPE of the environment gives way to the config file" in captured.err
+    assert json.loads(captured.out.splitlines()[-1])[1] == "auto"
+    assert os.environ["REMATIC_RECIPE"] == "tiny-cpu"
+
+
+def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    launched = ["launch", "--config_file", str(path), script(tmp_path, "raise SystemExit(7)")]
+    assert main(launched) == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config_file", "nowhere.yaml", "s.py"], "there is no Accelerate config nowhere.yaml"),
+        (["--cpu", "--multi_gpu", "s.py"], "You can only use one of `--cpu`"),
+    ],
+    ids=["no file", "accelerate's own check"],
+)
+def test_what_cannot_be_launched(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["launch", *arguments]) == 2
+    assert message in capsys.readouterr().err
