@@ -19,7 +19,15 @@ from rematic.memory import MemorySnapshot, Probe, is_out_of_memory
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
 from rematic.optimizer_relief import OptimizerRelief
-from rematic.policy import LADDER, Plan, Policy, Recompute, policy_named, resolve
+from rematic.policy import (
+    LADDER,
+    Plan,
+    Policy,
+    Recompute,
+    policy_named,
+    policy_to_plain,
+    resolve,
+)
 from rematic.session_report import format_session_report
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction
@@ -115,6 +123,7 @@ class Session:
         """Called when a micro-batch is given up, before the error; saves a checkpoint and returns
         where it is."""
         self._step: OpenStep | None = None
+        self._asked: StepRequest | None = None
         self._pending: list[_Change] = []
         self._at_boundary = True
         self._actions = resolve(policy, engine.classes)
@@ -241,7 +250,8 @@ class Session:
         self._supervisor.before_step()
         shape = with_room(lambda: self.settings.batch_shape(batch), self._engine.ledger)
         before = self.probe.snapshot()
-        decision = control.plan_step(self._costs, self._request(shape, before.allocated_bytes))
+        self._asked = self._request(shape, before.allocated_bytes)
+        decision = control.plan_step(self._costs, self._asked)
         # the last: a batch that could not be read
         armed = armed or decision.armed or self._supervisor.armed or shape.tokens <= 1
         self._open_step(shape, decision, before, armed=armed)
@@ -267,11 +277,12 @@ class Session:
     def end_step(self) -> StepRecord:
         """Ends the micro-batch, learns from it and writes it to the journal."""
         step = self._close_step()
-        self._costs = control.learn(self._costs, step.outcome())
+        outcome = step.outcome()
+        self._costs = control.learn(self._costs, outcome)
         record = step.record(self._history, budget_bytes=self.budget_bytes)
         self.last_step = record
         self.num_steps += 1
-        event = record.to_event()
+        event = {**record.to_event(), **control.learned_to_plain(self._asked, outcome)}
         self.settings.journal.write(event)
         self._supervisor.after_step(event)
         if not self._boundaries:
@@ -458,6 +469,15 @@ class Session:
             self._write_change(change.event, before=before, reason=change.reason)
         self._supervisor.at_boundary()
 
+    def controlled(self) -> dict[str, Any]:
+        """Returns what plans are decided from beside each step's own figures, in plain types."""
+        return {
+            "policy": policy_to_plain(self.policy),
+            "classes": dict(self._engine.classes),
+            "reserve": self.settings.reserve,
+            "costs": control.costs_to_plain(self._costs),
+        }
+
     def save_before_stop(self, why: str) -> str | None:
         """Lets the host save the training between two steps; returns where, None for nowhere."""
         if self.at_stop is None:
@@ -481,6 +501,7 @@ class Session:
                 "to": self.policy.name,
                 "step": self.num_steps,
                 "reason": reason,
+                "policy": policy_to_plain(self.policy),
             }
         )
 

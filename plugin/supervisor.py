@@ -129,8 +129,15 @@ class Supervisor:
             # ranks would have to agree on every change, and nothing asks them yet
             rules = dataclasses.replace(rules, adapt=False)
         self._rules = rules
-        plain = {"rules": control.rules_to_plain(rules), "state": self.state_dict()}
-        self._write({"event": "control", "escalation": self._supervision.escalation, **plain})
+        self._write(
+            {
+                "event": "control",
+                "escalation": self._supervision.escalation,
+                "rules": control.rules_to_plain(rules),
+                "state": self.state_dict(),
+                **self._session.controlled(),
+            }
+        )
 
     def _do(self, decision: Decision) -> None:
         self._releases = self._releases or decision.release

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rematic
-from rematic.policy import KEEP, RECOMPUTE, Keep, Policy, Recompute, Rule
+from rematic.policy import KEEP, RECOMPUTE, Keep, Policy, Recompute, Rule, policy_to_plain
 from tests.activations.blocks import Model, gradients, make_input, make_model
 from tests.activations.parity import same_bits
 from tests.events import Events
@@ -54,6 +54,7 @@ def test_a_switch_between_steps_holds_at_once() -> None:
         "to": "recompute",
         "step": 1,
         "reason": "long documents ahead",
+        "policy": policy_to_plain(RECOMPUTE),
     }
 
 

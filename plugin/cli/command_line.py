@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rematic.cli.exit_codes import FAILED, INTERRUPTED, USER_ERROR
+from rematic.cli.run_parsers import add_run_commands
 from rematic.version import __version__
 
 Command = Callable[[argparse.Namespace], int]
@@ -71,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_plan(commands)
     _add_report(commands)
+    add_run_commands(commands)
     _add_demo(commands)
     commands.add_parser("launch", help="`accelerate launch`, with recompute_config in its file")
     _add_config(commands)

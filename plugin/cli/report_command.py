@@ -6,7 +6,8 @@ import argparse
 import json
 
 from rematic.cli.exit_codes import DONE
-from rematic.journal import JournalError, find_journal, format_summary, read_journal, summarize
+from rematic.cli.run_events import events_of_run
+from rematic.journal import format_summary, summarize
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -15,14 +16,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     Raises:
         JournalError: There is no run, or its journal is damaged or empty.
     """
-    journal = find_journal(arguments.run_path)
-    events = list(read_journal(journal))
-    if not events:
-        raise JournalError(
-            f"{journal} holds no event; expected at least the start of a run: it was killed before "
-            "it began, train it again"
-        )
-    summary = summarize(events)
+    summary = summarize(events_of_run(arguments))
     if arguments.json:
         print(json.dumps(summary.to_dict(), indent=2))
     else:

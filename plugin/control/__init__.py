@@ -1,5 +1,9 @@
 """Decides before and between steps: the plan of a step, the history of policies. No torch."""
 
+from rematic.control.alternatives import Alternative as Alternative
+from rematic.control.alternatives import alternatives as alternatives
+from rematic.control.audit import AuditReport as AuditReport
+from rematic.control.audit import audit as audit
 from rematic.control.controller import decide as decide
 from rematic.control.controller_plain import controller_from_plain as controller_from_plain
 from rematic.control.controller_plain import controller_to_plain as controller_to_plain
@@ -28,6 +32,10 @@ from rematic.control.plain import costs_from_plain as costs_from_plain
 from rematic.control.plain import costs_to_plain as costs_to_plain
 from rematic.control.plain import history_from_plain as history_from_plain
 from rematic.control.plain import history_to_plain as history_to_plain
+from rematic.control.plain import learned_to_plain as learned_to_plain
+from rematic.control.replay import ReplayedStep as ReplayedStep
+from rematic.control.replay import replay as replay
+from rematic.control.risk import REMEDIES as REMEDIES
 from rematic.control.step_plan import Costs as Costs
 from rematic.control.step_plan import StepDecision as StepDecision
 from rematic.control.step_plan import StepOutcome as StepOutcome

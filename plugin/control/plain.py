@@ -7,7 +7,7 @@ from typing import Any
 
 from rematic.control.curve import Curve
 from rematic.control.history import History, HistoryEntry
-from rematic.control.step_plan import Costs
+from rematic.control.step_plan import Costs, StepOutcome, StepRequest
 from rematic.policy import policy_from_plain, policy_to_plain
 
 
@@ -32,6 +32,42 @@ def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
         backward_transient=_curve(plain["backward_transient"]),
         longest=plain["longest"],
         margin_bytes=plain["margin_bytes"],
+    )
+
+
+def learned_to_plain(request: StepRequest | None, outcome: StepOutcome) -> dict[str, Any]:
+    """Returns what a step was planned from and what was learned from it, for the journal.
+
+    Args:
+        request: What was known before the step; None if it was not planned.
+        outcome: What it measured.
+    """
+    pending = None if request is None else request.pending_gradient_bytes
+    return {
+        "pending_gradient_bytes": pending,
+        "learned": {
+            "kept": dict(outcome.kept_bytes),  # of several units of a class the last one counts
+            "unit": outcome.unit_transient_bytes,
+            "head": outcome.head_transient_bytes,
+            "backward": outcome.backward_transient_bytes,
+            "missing": outcome.missing_bytes,
+            "surprising": outcome.surprising,
+        },
+    }
+
+
+def outcome_from_plain(event: Mapping[str, Any]) -> StepOutcome:
+    """Returns what a `step` event says was learned."""
+    learned = event["learned"]
+    return StepOutcome(
+        tokens=event["tokens"],
+        length=event["length"],
+        kept_bytes=tuple(learned["kept"].items()),
+        unit_transient_bytes=learned["unit"],
+        head_transient_bytes=learned["head"],
+        backward_transient_bytes=learned["backward"],
+        missing_bytes=learned["missing"],
+        surprising=learned["surprising"],
     )
 
 

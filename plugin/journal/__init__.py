@@ -14,4 +14,5 @@ from rematic.journal.summary import describe_plan as describe_plan
 from rematic.journal.summary import prediction_error as prediction_error
 from rematic.journal.summary import summarize as summarize
 from rematic.journal.table import text_table as text_table
+from rematic.journal.tail import JournalTail as JournalTail
 from rematic.journal.writer import JournalWriter as JournalWriter

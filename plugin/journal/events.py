@@ -16,7 +16,10 @@ from typing import Protocol
 SCHEMA_VERSION = 1
 """Version of the meaning of the fields; a reader refuses every other one."""
 
-DURABLE_KINDS = frozenset({"switch", "rollback", "checkpoint", "stop", "run_start", "run_end"})
+DURABLE_KINDS = frozenset(
+    {"switch", "rollback", "pin", "unpin", "request"}
+    | {"checkpoint", "stop", "run_start", "run_end"}
+)
 """Kinds that are forced to the disk when they are written: losing one misleads whoever resumes."""
 
 HEADER_FIELDS = ("schema", "time", "event")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rematic.journal.events import FILE_NAME, HEADER_FIELDS, SCHEMA_VERSION, JournalError
+from rematic.journal.parts import closed_parts
 
 
 def find_journal(run: str | Path) -> Path:
@@ -33,7 +34,7 @@ def read_journal(path: str | Path) -> Iterator[dict[str, object]]:
     else that is not an event is an error.
 
     Args:
-        path: The journal file.
+        path: The journal file; its closed parts are read before it.
 
     Yields:
         One event with its header.
@@ -41,13 +42,23 @@ def read_journal(path: str | Path) -> Iterator[dict[str, object]]:
     Raises:
         JournalError: A line is damaged, or has a schema that this version does not read.
     """
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                yield _parse(line, where=f"{path}, line {number}")
+    for part in (*closed_parts(Path(path)), path):
+        with open(part, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield parse_line(line, where=f"{part}, line {number}")
 
 
-def _parse(line: bytes, *, where: str) -> dict[str, object]:
+def parse_line(line: bytes, *, where: str) -> dict[str, object]:
+    """Returns the event of one line.
+
+    Args:
+        line: The line with its end.
+        where: Names it in an error.
+
+    Raises:
+        JournalError: It is damaged, or has a schema that this version does not read.
+    """
     try:
         event = json.loads(line)
     except ValueError as error:

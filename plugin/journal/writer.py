@@ -13,6 +13,10 @@ from pathlib import Path
 from types import TracebackType
 
 from rematic.journal.events import DURABLE_KINDS, HEADER_FIELDS, SCHEMA_VERSION, JournalError
+from rematic.journal.parts import close_part, finish_closing
+
+PART_BYTES = 64 << 20
+"""A file that is larger is closed, and a new one begun."""
 
 
 class JournalWriter:
@@ -25,13 +29,22 @@ class JournalWriter:
     Args:
         path: File to append to; it is created when it does not exist, its folder is not.
         clock: Returns seconds since the epoch.
+        part_bytes: Size from which a file is closed under a number and a new one begun.
 
     Raises:
         OSError: The file cannot be opened for writing.
     """
 
-    def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
         self.path = Path(path)
+        self._part_bytes = part_bytes
+        finish_closing(self.path)
         self._clock = clock
         self._lock = threading.Lock()
         self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # closed by close()
@@ -52,9 +65,11 @@ class JournalWriter:
         with self._lock:
             if self._file.closed:
                 raise JournalError(f"{self.path} is closed: event {event['event']!r} came too late")
-            self._append(line)
+            size_bytes = self._append(line)
             if event["event"] in DURABLE_KINDS:
                 os.fsync(self._file.fileno())
+            if size_bytes > self._part_bytes:
+                self._begin_part()
 
     def close(self) -> None:
         """Waits for the disk and closes the file; a second call does nothing."""
@@ -85,7 +100,8 @@ class JournalWriter:
         stamped = {"schema": SCHEMA_VERSION, "time": round(self._clock(), 6), **plain}
         return (json.dumps(stamped, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, line: bytes) -> int:
+        """Writes a line and returns the size of the file."""
         size_before_bytes = os.fstat(self._file.fileno()).st_size
         written = self._file.write(line)
         if written != len(line):
@@ -94,6 +110,15 @@ class JournalWriter:
                 f"{self.path}: {written} of {len(line)} bytes of an event could be written; "
                 "free some space on its disk"
             )
+        return size_before_bytes + written
+
+    def _begin_part(self) -> None:
+        os.fsync(self._file.fileno())
+        if not close_part(self.path):
+            self._part_bytes *= 2  # no hard links here: the file goes on
+            return
+        self._file.close()
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # closed by close()
 
     def _repair_tail(self) -> None:
         """Drops a line that an earlier process could not finish, so that no line is torn inside."""

@@ -66,6 +66,7 @@ def test_a_run_leaves_all_that_explains_it(tmp_path: Path) -> None:
     assert [kind for kind in kinds if kind not in ("evict", "retry")] == [
         "attach",
         "run_start",
+        "control",
         *["step"] * 4,
         "checkpoint",
         "run_end",

@@ -1,0 +1,133 @@
+"""`rematic explain RUN --step N`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rematic import control
+from rematic.byte_sizes import format_bytes
+from rematic.cli.exit_codes import DONE
+from rematic.cli.run_events import events_of_run
+from rematic.control import Alternative, ReplayedStep
+from rematic.journal import JournalError, describe_plan, text_table
+from rematic.policy import LADDER, PLANNED
+
+Event = dict[str, Any]
+
+_DURING = frozenset({"evict", "retry", "stop"})
+_AFTER = frozenset({"decision", "switch", "rollback", "pin", "unpin", "release", "refused"})
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Prints what decided a step: evidence, rule, alternatives, and what followed.
+
+    Raises:
+        JournalError: There is no run, its journal is damaged, or has no such step.
+    """
+    events = events_of_run(arguments)
+    step = _step(events, arguments.step)
+    others = control.alternatives(step, (*LADDER, PLANNED))
+    around = _around(events, step.event)
+    if arguments.json:
+        plain = {
+            "step": dict(step.event),
+            "verdict": step.decision.risk._asdict(),
+            "alternatives": [other._asdict() for other in others],
+            "events": around,
+        }
+        print(json.dumps(plain, indent=2))
+    else:
+        print("\n".join(_lines(step, others, around)))
+    return DONE
+
+
+def _step(events: Sequence[Event], number: int | None) -> ReplayedStep:
+    """Returns the step of that number as it was trained last, the last step for None."""
+    steps = {step.event["step"]: step for step in control.replay(events)}
+    if not steps:
+        raise JournalError("the journal holds no step that can be explained; expected one of a run")
+    if number is None:
+        return steps[max(steps)]
+    if number not in steps:
+        raise JournalError(
+            f"there is no step {number} in the journal: expected one from {min(steps)} to "
+            f"{max(steps)}"
+        )
+    return steps[number]
+
+
+def _around(events: Sequence[Event], step: Mapping[str, Any]) -> list[Event]:
+    """Returns what belongs to a step, as it was trained last."""
+    place = next(i for i, event in enumerate(events) if event is step)
+    start = place
+    while start and events[start - 1]["event"] in _DURING:
+        start -= 1
+    end = place + 1
+    while end < len(events) and events[end]["event"] in _AFTER:
+        end += 1
+    return [event for event in events[start:end] if event is not step]
+
+
+def _lines(step: ReplayedStep, others: Sequence[Alternative], around: Sequence[Event]) -> list[str]:
+    event, risk = step.event, step.decision.risk
+    lines = [
+        f"step {event['step']}: {event['batch']} x {event['length']} tokens under policy "
+        f"{event['policy']}{', pinned' if event.get('pinned') else ''}",
+        f"plan       {describe_plan(event['plan'])}",
+        f"rule       {event['reason']}",
+        f"predicted  {_bytes(event['predicted_peak_bytes'])}",
+        f"measured   {_bytes(event['peak_bytes'])} at {event['peak_source']}, "
+        f"{event['seconds']:.3f} s, budget {_bytes(event['budget_bytes'])}",
+        f"verdict    {risk.verdict}: {risk.rule}",
+        *[f"           {name} {value:,}" for name, value in risk.evidence],
+        f"remedy     {control.REMEDIES[risk.verdict]}",
+        "",
+        _table(others),
+    ]
+    if around:
+        lines += ["", *[_line(one) for one in around]]
+    return lines
+
+
+def _table(others: Sequence[Alternative]) -> str:
+    rows = [
+        (
+            f"{other.policy}{' (in force)' if other.is_chosen else ''}",
+            _bytes(other.predicted_peak_bytes),
+            "not seen" if other.seconds is None else f"{other.seconds:.3f}",
+        )
+        for other in others
+    ]
+    return text_table(("policy", "predicted peak", "seconds"), rows)
+
+
+def _line(event: Event) -> str:
+    kind = event["event"]
+    if kind in ("evict", "retry"):
+        where = event.get("where", "at the end of a unit")
+        return f"{kind}: {where}, {_bytes(event.get('bytes_freed'))} freed"
+    if kind == "decision":
+        change = "" if event["change"] == "none" else f", {event['change']} to {event['policy']}"
+        return f"decision: {event['rule']}{change}" + "".join(map(_gate, event["gates"]))
+    if kind == "release":
+        return f"release: {_bytes(event['bytes_freed'])} given back"
+    if "from" in event:
+        return f"{kind}: from {event['from']} to {event['to']}, {event['reason']}"
+    return f"{kind}: {event['reason']}"
+
+
+def _gate(gate: dict[str, Any]) -> str:
+    outcome = {True: "met", False: "missed", None: "not judged"}[gate["passed"]]
+    numbers = [
+        f"{name} {gate[name]:.4g}"
+        for name in ("measured", "baseline", "bound")
+        if gate[name] is not None
+    ]
+    return f"\n  gate {gate['name']} {outcome}: {', '.join(numbers) or 'no numbers'} {gate['unit']}"
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else format_bytes(num_bytes)

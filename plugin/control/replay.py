@@ -1,0 +1,132 @@
+"""Decides everything again from the journal of a run (contract 10). Pure.
+
+What a decision took as input is in the journal: `control` has the state that the controller
+starts with, each `step` its figures and what was learned from it, each change its policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rematic.control.controller import decide
+from rematic.control.controller_plain import (
+    controller_from_plain,
+    decision_to_plain,
+    rules_from_plain,
+)
+from rematic.control.controller_state import ControllerState, Decision
+from rematic.control.goals import ControlRules
+from rematic.control.observation import observe
+from rematic.control.plain import costs_from_plain, outcome_from_plain
+from rematic.control.step_plan import Costs, StepDecision, StepRequest, learn, plan_step
+from rematic.policy import Action, policy_from_plain, resolve
+
+Event = Mapping[str, Any]
+
+_CHANGES = frozenset({"switch", "rollback", "pin", "unpin"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedStep:
+    """One step, decided again."""
+
+    event: Event
+    """The step as it is in the journal."""
+
+    costs: Costs
+    """What was known before it."""
+
+    request: StepRequest
+    """What its plan was made for."""
+
+    plan: StepDecision
+    """Its plan, made again."""
+
+    was_retried: bool
+    """Whether the micro-batch ran again as a whole, under another plan than the first."""
+
+    before: ControllerState
+    """The controller's state before it was seen."""
+
+    decision: Decision
+    """What followed from it, decided again."""
+
+    written: Mapping[str, Any] | None
+    """The `decision` event that should follow; None where nothing was worth a line."""
+
+
+@dataclass
+class _Replay:
+    """What has been read of one process of a run."""
+
+    rules: ControlRules
+    state: ControllerState
+    costs: Costs
+    classes: Mapping[str, str]
+    reserve: float
+    actions: tuple[Action | None, ...]
+
+    def request(self, event: Event) -> StepRequest:
+        return StepRequest(
+            tokens=event["tokens"],
+            length=event["length"],
+            unit_classes=tuple(self.classes.values()),
+            actions=self.actions,
+            in_use_bytes=event["before"]["allocated_bytes"],
+            pending_gradient_bytes=event["pending_gradient_bytes"] or 0,
+            budget_bytes=event["budget_bytes"],
+            reserve=self.reserve,
+        )
+
+    def step(self, event: Event, *, was_retried: bool) -> ReplayedStep:
+        request, costs, before = self.request(event), self.costs, self.state
+        self.state, decision = decide(before, observe(event), self.rules)
+        self.costs = learn(costs, outcome_from_plain(event))
+        is_news = decision.settled != before.settled or decision.rule or decision.person
+        return ReplayedStep(
+            event=event,
+            costs=costs,
+            request=request,
+            plan=plan_step(costs, request),
+            was_retried=was_retried,
+            before=before,
+            decision=decision,
+            written=decision_to_plain(decision) if is_news else None,
+        )
+
+
+def replay(events: Iterable[Event]) -> Iterator[ReplayedStep]:
+    """Yields every step of a journal, decided again.
+
+    Args:
+        events: The events in the order in which they were written. Steps before the first
+            `control` event, of an older version of rematic, are left out.
+    """
+    now: _Replay | None = None
+    retried: set[int] = set()
+    for event in events:
+        kind = event["event"]
+        if kind == "attach":
+            now = None  # another process; its own `control` follows
+        elif kind == "control":
+            now = _begun(event)
+        elif kind == "retry" and event["level"] == "step":
+            retried.add(event["step"])
+        elif now is not None and kind in _CHANGES:
+            now.actions = resolve(policy_from_plain(event["policy"]), now.classes)
+        elif now is not None and kind == "step":
+            yield now.step(event, was_retried=event["step"] in retried)
+            retried.clear()
+
+
+def _begun(event: Event) -> _Replay:
+    return _Replay(
+        rules=rules_from_plain(event["rules"]),
+        state=controller_from_plain(event["state"]),
+        costs=costs_from_plain(event["costs"]),
+        classes=event["classes"],
+        reserve=event["reserve"],
+        actions=resolve(policy_from_plain(event["policy"]), event["classes"]),
+    )

@@ -1,0 +1,192 @@
+"""`rematic status | explain | audit | rollback | pin | unpin` on the directory of a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rematic
+from rematic.cli import main
+from rematic.cli.exit_codes import DONE, FAILED, USER_ERROR
+from rematic.journal import FILE_NAME, JournalWriter
+from rematic.recipes import GoalsConfig, Recipe
+from tests.activations.blocks import make_input, make_model
+from tests.test_supervisor import CRAMPED, QUIET, PaperProbe
+
+
+class Job:
+    """A training that goes on in a thread until it is told to stop."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.journal = JournalWriter(folder / FILE_NAME)
+        self.probe, self.model = PaperProbe(), make_model()
+        self.session = rematic.attach(
+            self.model,
+            policy="keep",
+            recipe=Recipe(goals=GoalsConfig(slowdown_max=1e9)),  # a toy's seconds are noise
+            probe=self.probe,
+            journal=self.journal,
+        )
+        self._end = threading.Event()
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            with self.session.step(make_input()):
+                self.model(make_input()).backward()
+
+    def until_told(self) -> None:
+        while not self._end.wait(0.002):
+            self.steps(1)
+
+    def close(self) -> None:
+        self._end.set()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr("rematic.operator_requests.POLL_SECONDS", 0.0)
+    job = Job(tmp_path)
+    yield job
+    job.session.detach()
+    job.journal.close()
+
+
+@pytest.fixture
+def read(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(*arguments: object) -> tuple[int, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+Read = Callable[..., tuple[int, str]]
+
+
+def test_a_rollback_from_another_terminal_takes_effect(job: Job, read: Read) -> None:
+    job.steps(2)
+    job.session.switch("recompute")
+    thread = threading.Thread(target=job.until_told)
+    thread.start()
+    try:
+        code, text = read("rollback", job.folder, "--reason", "too slow", "--wait", "30")
+    finally:
+        job.close()
+        thread.join()
+    assert code == DONE
+    assert text.startswith("accepted before step ")
+    assert "by an operator: too slow" in text
+    assert job.session.policy.name == "keep"
+    code, text = read("status", job.folder)
+    assert code == DONE
+    assert "policy    keep\n" in text
+    assert "request   rollback accepted: by an operator: too slow" in text
+
+
+def test_what_is_refused_fails(job: Job, read: Read) -> None:
+    job.steps(1)
+    thread = threading.Thread(target=job.until_told)
+    thread.start()
+    try:
+        code, text = read("pin", job.folder, "nonsense", "--wait", "30", "--json")
+    finally:
+        job.close()
+        thread.join()
+    assert code == FAILED
+    answer: dict[str, Any] = json.loads(text)["answer"]
+    assert answer["status"] == "refused"
+    assert answer["reason"].startswith("unknown policy 'nonsense': expected one of")
+
+
+def test_a_job_that_does_not_answer(job: Job, read: Read) -> None:
+    code, text = read("unpin", job.folder, "--wait", "0")
+    assert code == FAILED
+    assert "no answer from" in text
+    assert "Does it run?" in text
+
+
+@pytest.mark.parametrize("command", ["status", "explain", "audit", "unpin"])
+def test_a_run_that_does_not_exist(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "none")]) == USER_ERROR
+    assert "is not a run: there is no such file or directory" in capsys.readouterr().err
+
+
+def test_a_troubled_step_is_explained(job: Job, read: Read) -> None:
+    job.steps(3)
+    job.probe.says = CRAMPED
+    job.steps(3)
+    job.probe.says = QUIET
+    job.steps(2)
+    code, text = read("explain", job.folder, "--step", 5)
+    assert code == DONE
+    assert "step 5: 4 x 1 tokens under policy keep" in text
+    assert "plan       keep 3" in text
+    assert "rule       every unit's action is given by the policy" in text
+    assert "verdict    pressure: the peak is above 97% of the limit" in text
+    assert "           peak_bytes 1,038,090,240" in text
+    assert "remedy     a heavier policy" in text
+    assert "keep (in force)" in text
+    assert "decision: pressure in 3 steps in a row" in text
+    assert "switch to selective" in text
+    rows = {line.split()[0] for line in text.splitlines() if line}
+    assert {"selective", "recompute", "recompute+offload", "planned"} <= rows
+
+
+def test_an_explanation_in_json(job: Job, read: Read) -> None:
+    job.steps(3)
+    code, text = read("explain", job.folder, "--json")
+    explained = json.loads(text)
+    assert code == DONE
+    assert explained["step"]["step"] == 2
+    assert explained["alternatives"][0]["is_chosen"] is True
+    assert explained["alternatives"][0]["seconds"] > 0
+
+
+def test_a_step_that_is_not_there(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.steps(3)
+    assert main(["explain", str(job.folder), "--step", "9"]) == USER_ERROR
+    assert "there is no step 9 in the journal: expected one from 0 to 2" in capsys.readouterr().err
+
+
+def test_an_audit(job: Job, read: Read) -> None:
+    job.steps(3)
+    code, text = read("audit", job.folder)
+    assert code == DONE
+    assert text.startswith("3 steps and 0 decisions were decided again from their figures, 0 diff")
+
+
+def test_an_audit_of_a_journal_that_was_changed(job: Job, read: Read) -> None:
+    job.steps(3)
+    path = job.folder / FILE_NAME
+    path.write_text(path.read_text().replace("every unit's action", "some unit's action", 1))
+    code, text = read("audit", job.folder)
+    assert code == FAILED
+    assert "1 differences" in text
+    assert "step 0, reason: the journal says \"some unit's action" in text
+    code, text = read("audit", job.folder, "--json")
+    assert [one["field"] for one in json.loads(text)["differences"]] == ["reason"]
+
+
+def test_the_status_of_a_run(job: Job, read: Read) -> None:
+    job.steps(1)
+    job.session.pin("recompute", reason="night")
+    job.steps(1)
+    code, text = read("status", job.folder, "--json")
+    status = json.loads(text)
+    assert code == DONE
+    assert (status["policy"], status["pinned"], status["last_step"]) == ("recompute", True, 1)
+    assert status["state"] == "running, or killed"
+    assert status["last_change"] == {
+        "event": "pin",
+        "to": "recompute",
+        "step": 1,
+        "reason": "night",
+    }
