@@ -231,7 +231,7 @@ def test_evaluation_leaves_the_policy_alone(
         runner.fit(FailsInEvaluation, trainer=trainer, validation=True)
     (message,) = [m for m in caplog.messages if m.startswith("memory ran out in")]
     assert message.startswith("memory ran out in validate, where no gradients are kept")
-    assert {event["event"] for event in journal.events} == {"attach", "step"}
+    assert not {"switch", "stop", "retry"} & {event["event"] for event in journal.events}
 
 
 class Manual(FaultyNet):
