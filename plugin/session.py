@@ -132,7 +132,8 @@ class Session:
         self._plan = Plan(actions=tuple(action or Recompute() for action in self._actions))
         engine.apply(self._plan)
         self._boundaries: list[OptimizerBoundary] = []
-        self._supervisor = Supervisor(self, settings.supervision)
+        self.supervisor = Supervisor(self, settings.supervision)
+        """Lets the controller see every step."""
         engine.ledger.at_notice = self.write_notice
         self._write_attach()
         engine.tell_beginning()
@@ -152,6 +153,11 @@ class Session:
     def history(self) -> History:
         """The policies so far, the one in force last."""
         return self._history
+
+    @property
+    def unit_classes(self) -> Mapping[str, str]:
+        """Class of each unit by its name, in order."""
+        return self._engine.classes
 
     @property
     def budget_bytes(self) -> int | None:
@@ -247,13 +253,13 @@ class Session:
         """
         if self._step is not None:
             self.abort_step(None)
-        self._supervisor.before_step()
+        self.supervisor.before_step()
         shape = with_room(lambda: self.settings.batch_shape(batch), self._engine.ledger)
         before = self.probe.snapshot()
         self._asked = self._request(shape, before.allocated_bytes)
         decision = control.plan_step(self._costs, self._asked)
         # the last: a batch that could not be read
-        armed = armed or decision.armed or self._supervisor.armed or shape.tokens <= 1
+        armed = armed or decision.armed or self.supervisor.armed or shape.tokens <= 1
         self._open_step(shape, decision, before, armed=armed)
 
     def _open_step(
@@ -282,9 +288,13 @@ class Session:
         record = step.record(self._history, budget_bytes=self.budget_bytes)
         self.last_step = record
         self.num_steps += 1
-        event = {**record.to_event(), **control.learned_to_plain(self._asked, outcome)}
+        event = {
+            **record.to_event(),
+            **control.learned_to_plain(self._asked, outcome),
+            **self.supervisor.take_comparison(),
+        }
         self.settings.journal.write(event)
-        self._supervisor.after_step(event)
+        self.supervisor.after_step(event)
         if not self._boundaries:
             self._pass_boundary()
         return record
@@ -369,7 +379,7 @@ class Session:
             "num_steps": self.num_steps,
             "history": control.history_to_plain(self._history),
             "costs": control.costs_to_plain(self._costs),
-            "control": self._supervisor.state_dict(),
+            "control": self.supervisor.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -395,7 +405,7 @@ class Session:
             history = control.history_from_plain(state["history"])
             costs, num_steps = control.costs_from_plain(state["costs"]), int(state["num_steps"])
             if "control" in state:  # older states have none
-                self._supervisor.load_state_dict(state["control"])
+                self.supervisor.load_state_dict(state["control"])
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"the saved state is damaged ({type(error).__name__}: {error}): expected what "
@@ -467,7 +477,7 @@ class Session:
             self._history = change.make(self._history, self.num_steps)
             self._actions = resolve(self.policy, self._engine.classes)
             self._write_change(change.event, before=before, reason=change.reason)
-        self._supervisor.at_boundary()
+        self.supervisor.at_boundary()
 
     def controlled(self) -> dict[str, Any]:
         """Returns what plans are decided from beside each step's own figures, in plain types."""

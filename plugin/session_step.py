@@ -11,6 +11,7 @@ import torch
 from rematic import control
 from rematic.activations import Ledger
 from rematic.control import FailedAttempt, FirstAttempt, Rung, StopReport
+from rematic.loss_comparison import LossComparison
 from rematic.policy import Action
 from rematic.split_batch import Reduction, batch_statistics, num_sequences, run_in_parts
 from rematic.step_recovery import run_attempts
@@ -52,12 +53,15 @@ class SessionStep:
                 fn, batch, num_parts=rung.num_parts, reduction=reduction, model=session.model
             )
 
+        comparison = LossComparison(session, self, recovery)
         try:
-            result: T = run_attempts(recovery, attempt)
+            comparison.run_first(attempt)
+            result: T = comparison.result if comparison.is_done else run_attempts(recovery, attempt)
         except BaseException as error:
             recovery.close()
             session.abort_step(error)
             raise
+        comparison.compare(result)
         session.end_step()
         return result
 
@@ -85,7 +89,7 @@ class SessionStep:
             max_parts=self._max_parts,
         )
 
-    def reopen(self, actions: tuple[Action, ...] | None) -> None:
+    def reopen(self, actions: tuple[Action | None, ...] | None) -> None:
         """Opens the step again under a plan; None for the one it had."""
         session = self._session
         step = session._close_step()

@@ -7,13 +7,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from rematic import control
 from rematic.control import ControllerState, ControlRules, Decision
 from rematic.memory import allocator_settings, release_cached_blocks
 from rematic.operator_requests import RequestReader
 from rematic.policy import LADDER, Policy, policy_named
+from rematic.transaction import num_ranks
 
 if TYPE_CHECKING:
     from rematic.session import Session
@@ -68,6 +67,8 @@ class Supervisor:
         """Whether the next step is armed, since the last ones were troubled."""
         self.state = ControllerState()
         """What the controller remembers."""
+        self.loss_difference: float | None = None
+        """How far the losses of the open step under two policies are apart, if it ran twice."""
         self._session = session
         self._supervision = supervision
         self._rules: ControlRules | None = None
@@ -99,6 +100,21 @@ class Supervisor:
             self._write({"event": "decision", "step": event["step"], **plain})
             self._do(decision)
 
+    @property
+    def compared_policy(self) -> str | None:
+        """The policy under which the next batch is to be run too, None for none."""
+        trial = self.state.trial
+        if self._rules is None or trial is None or trial.loss_difference is not None:
+            return None
+        in_force = self._session.history.current.name == trial.policy
+        wanted = self._rules.goals.loss_tolerance is not None and in_force
+        return trial.previous if wanted else None
+
+    def take_comparison(self) -> dict[str, float]:
+        """Returns what the event of the step that ends says of it, once."""
+        difference, self.loss_difference = self.loss_difference, None
+        return {} if difference is None else {"loss_difference": difference}
+
     def at_boundary(self) -> None:
         """Releases what was decided to be released, and answers an operator."""
         if self._releases:
@@ -125,7 +141,7 @@ class Supervisor:
 
     def _begin(self) -> None:
         rules = self._supervision.rules
-        if rules.adapt and _num_ranks() > 1:
+        if rules.adapt and num_ranks() > 1:
             # ranks would have to agree on every change, and nothing asks them yet
             rules = dataclasses.replace(rules, adapt=False)
         self._rules = rules
@@ -203,10 +219,3 @@ def _reason(decision: Decision) -> str:
         if gate.passed is False and gate.measured is not None and gate.bound is not None
     ]
     return f"{decision.rule} ({', '.join(numbers)})" if numbers else decision.rule
-
-
-def _num_ranks() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    return 1

@@ -53,8 +53,8 @@ class GoalsConfig:
     """Least share of the limit that stays free at the highest peak; default 0.02."""
     slowdown_max: float = 2.0
     """Most seconds per token, in those of the policy before at the same lengths; default 2.0."""
-    loss_tolerance: float = 0.0
-    """Largest relative difference of one batch's losses under both policies; default 0.0."""
+    loss_tolerance: float | None = None
+    """Largest relative difference of one batch's losses; None (default): no batch runs twice."""
     ooms_max: int = 0
     """Most failed allocations, unless the policy before had more; default 0."""
     switches_max: int = 4
@@ -65,7 +65,8 @@ class GoalsConfig:
     def __post_init__(self) -> None:
         number_from_zero(self, "headroom_min", below=1, remedy="write a share such as 0.02")
         positive_number(self, "slowdown_max", remedy="write a multiple such as 1.5")
-        number_from_zero(self, "loss_tolerance", remedy="write 0 for equal losses")
+        if self.loss_tolerance is not None:
+            number_from_zero(self, "loss_tolerance", remedy="write 0 for equal losses, or null")
         whole_number(self, "ooms_max", minimum=0, remedy="write 0 for none")
         whole_number(self, "switches_max", minimum=0, remedy="write 0 for none")
         positive_number(self, "throughput_min", optional=True, remedy="write null for no such goal")

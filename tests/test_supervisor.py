@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import rematic
+from rematic.control import audit
 from rematic.memory import MemorySnapshot
 from rematic.policy import KEEP, RECOMPUTE, SELECTIVE, Keep, Policy, Recompute, Rule
 from rematic.recipes import ControlConfig, GoalsConfig, Recipe
@@ -275,3 +276,87 @@ def test_a_function_without_use_is_refused(escalation: Any, function: Any, given
     recipe = Recipe(control=ControlConfig(escalation=escalation))
     with pytest.raises(ValueError, match=f"is '{escalation}' and {given} to call: expected"):
         Run(recipe=recipe, on_escalation=function)
+
+
+class LossRun(Run):
+    """Runs by `session.run`, with gradients that are accumulated over two micro-batches."""
+
+    def __init__(self, *, spoil: float = 0.0) -> None:
+        super().__init__(
+            recipe=Recipe(
+                control=ControlConfig(probation_steps=3),
+                goals=GoalsConfig(loss_tolerance=1e-6, slowdown_max=1e9),
+            )
+        )
+        self.spoil, self.calls = spoil, 0
+        self.losses: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        noisy = torch.nn.functional.dropout(self.model(x).reshape(1), 0.5)
+        kept = self.session.plan.num_kept
+        loss = noisy.sum() + (0.0 if kept else self.spoil)
+        loss.backward()
+        return loss.detach()
+
+    def steps(self, number: int, *, micro_batches: int = 2) -> None:
+        for _ in range(number):
+            for _ in range(micro_batches):
+                self.losses.append(float(self.session.run(self.forward, make_input())))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def test_one_batch_is_run_under_both_policies_and_counts_once() -> None:
+    """Losses, weights and the generator are those of a run without the comparison."""
+    runs = []
+    for compared in (True, False):
+        torch.manual_seed(0)
+        run = LossRun()
+        torch.manual_seed(7)
+        run.steps(2)
+        if compared:
+            run.session.switch("recompute")
+        run.steps(4)
+        runs.append((run, torch.get_rng_state()))
+    (first, generator), (second, plain_generator) = runs
+    assert first.calls == second.calls + 1
+    assert first.losses == second.losses
+    assert torch.equal(generator, plain_generator)
+    assert all(map(same_bits, first.model.parameters(), second.model.parameters()))
+    (event,) = first.journal.of("compare")
+    assert event["difference"] == 0.0
+    assert [s.get("loss_difference") for s in first.journal.of("step")].count(0.0) == 1
+    (decision,) = [e for e in first.journal.of("decision") if e["gates"]]
+    assert {g["name"]: g["passed"] for g in decision["gates"]}["loss"] is True
+    assert audit(first.journal.events).differences == ()
+
+
+def test_a_policy_that_changes_the_loss_is_rolled_back() -> None:
+    run = LossRun(spoil=0.5)
+    run.steps(2)
+    run.session.switch("recompute")
+    run.steps(4)
+    assert run.session.policy == KEEP
+    (event,) = run.journal.of("rollback")
+    assert "has not met its goals (loss)" in event["reason"]
+
+
+def test_a_step_that_cannot_be_put_back_is_not_compared() -> None:
+    """An optimizer that steps inside: the first run is the step."""
+    run = LossRun()
+    run.steps(2)
+    run.session.switch("recompute")
+    before = run.calls
+
+    def with_optimizer(x: torch.Tensor) -> torch.Tensor:
+        loss = run.forward(x)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.sub_(0.1)
+        return loss
+
+    for _ in range(4):
+        run.session.run(with_optimizer, make_input())
+    assert run.calls == before + 4
+    assert run.journal.of("compare") == []

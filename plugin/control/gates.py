@@ -120,7 +120,7 @@ def _relief(trial: Trial, samples: Samples) -> Gate:
 
 def _loss(trial: Trial, goals: Goals) -> Gate:
     found, bound = trial.loss_difference, goals.loss_tolerance
-    passed = None if found is None else found <= bound
+    passed = None if found is None or bound is None else found <= bound
     return Gate("loss", "relative difference", found, None, bound, passed)
 
 

@@ -15,8 +15,9 @@ class Goals:
     slowdown_max: float = 2.0
     """Most seconds per token, as a multiple of the previous policy's at the same lengths."""
 
-    loss_tolerance: float = 0.0
-    """Largest relative difference between the losses of one batch under both policies."""
+    loss_tolerance: float | None = None
+    """Largest relative difference between the losses of one batch under both policies; None to run
+    no batch twice."""
 
     ooms_max: int = 0
     """Most allocations that may fail (and be answered) during probation."""

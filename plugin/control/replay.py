@@ -112,7 +112,7 @@ def replay(events: Iterable[Event]) -> Iterator[ReplayedStep]:
             now = None  # another process; its own `control` follows
         elif kind == "control":
             now = _begun(event)
-        elif kind == "retry" and event["level"] == "step":
+        elif kind == "compare" or (kind == "retry" and event["level"] == "step"):
             retried.add(event["step"])
         elif now is not None and kind in _CHANGES:
             now.actions = resolve(policy_from_plain(event["policy"]), now.classes)
