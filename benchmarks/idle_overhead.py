@@ -2,6 +2,7 @@
 
     python benchmarks/idle_overhead.py            # 100 pairs, about two minutes on two cores
     python benchmarks/idle_overhead.py --json
+    python benchmarks/idle_overhead.py --host accelerate    # by @plugin.step, which can repeat it
 
 Two equal models, one attached with a budget that is never near, run the same batch in turn (plain
 first, attached first, plain first, ...) in one process, so that a slow moment of the machine falls
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import accelerate
 import torch
 import transformers
 from torch import nn
@@ -42,6 +44,7 @@ def main() -> None:
         "pairs": len(ratios),
         "bar": BAR,
         "plain_seconds_median": statistics.median(plain_seconds),
+        "host": arguments.host,
         "tokens": arguments.tokens,
         "hidden_size": arguments.hidden_size,
         "layers": arguments.layers,
@@ -54,15 +57,12 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Returns the ratio of each pair, and the seconds of each plain step."""
     plain, attached = _model(arguments), _model(arguments)
-    session = rematic.attach(attached, budget="64GiB")
     ids = torch.randint(0, plain.config.vocab_size, (1, arguments.tokens))
 
     def plain_step() -> None:
         plain(input_ids=ids, labels=ids).loss.backward()
 
-    def attached_step() -> None:
-        with session.step({"input_ids": ids}):
-            attached(input_ids=ids, labels=ids).loss.backward()
+    attached_step, detach = _attached(attached, ids, host=arguments.host)
 
     for _ in range(3):  # the first steps learn, and warm the allocator up
         plain_step(), attached_step()
@@ -72,8 +72,32 @@ def measure(arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
         seconds = {step: _seconds(step) for step in order}
         ratios.append(seconds[attached_step] / seconds[plain_step])
         plain_seconds.append(seconds[plain_step])
-    session.detach()
+    detach()
     return ratios, plain_seconds
+
+
+def _attached(
+    model: nn.Module, ids: torch.Tensor, *, host: str
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Returns a step of the attached model, and what detaches it."""
+    batch = {"input_ids": ids}
+    if host == "accelerate":
+        accelerator = accelerate.Accelerator(cpu=True)
+        plugin = rematic.RecomputePlugin(budget="64GiB").attach(accelerator)
+        accelerator.prepare(model)
+
+        @plugin.step
+        def repeatable_step(batch: dict[str, torch.Tensor]) -> None:
+            accelerator.backward(model(**batch, labels=ids).loss)
+
+        return lambda: repeatable_step(batch), plugin.detach
+    session = rematic.attach(model, budget="64GiB")
+
+    def step() -> None:
+        with session.step(batch):
+            model(input_ids=ids, labels=ids).loss.backward()
+
+    return step, session.detach
 
 
 def _model(arguments: argparse.Namespace) -> nn.Module:
@@ -112,6 +136,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--host", choices=("none", "accelerate"), default="none")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
