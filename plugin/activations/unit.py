@@ -135,8 +135,9 @@ class Unit:
         given = ContainerContents((*args, *kwargs.values()))
         held = self.starts_held or self.unmeasured or self._is_first_call
         while True:
-            record = self._open((args, kwargs), held=held, filled_cache=filled_cache)
+            record = None
             try:
+                record = self._open((args, kwargs), held=held, filled_cache=filled_cache)
                 output = self._attempt(record, args, kwargs)
                 if self.graphless and not record.held:
                     output = Parted(output)  # in two steps: what is left of its graph is seen then
@@ -144,7 +145,8 @@ class Unit:
             except RuntimeError as error:
                 if not self._can_run_again(error, record, held=held):
                     raise
-                state, ambient = record.module_state, record.ambient
+                # None: memory ran out while its state was taken down, and forward has not begun
+                before = None if record is None else (record.module_state, record.ambient)
                 wanted = requested_bytes(error)
             else:
                 self._close(record)
@@ -157,9 +159,10 @@ class Unit:
                 self.ledger.at_unit_retry(self.name, wanted, eviction)
             # nothing left to let go: this record starts evicted
             held = held and eviction.bytes_freed > 0
-            state.restore()
-            restore_generators(ambient)
-            given.restore()
+            if before is not None:
+                before[0].restore()
+                restore_generators(before[1])
+                given.restore()
 
     def _joined(self, record: Record, parted: Parted, call: Call) -> Any:
         if record.live_holders():
@@ -171,10 +174,10 @@ class Unit:
             )
         return joined(record, parted, call, self.ledger)
 
-    def _can_run_again(self, error: RuntimeError, record: Record, *, held: bool) -> bool:
+    def _can_run_again(self, error: RuntimeError, record: Record | None, *, held: bool) -> bool:
         return (
             is_out_of_memory(error)
-            and not record.arguments.mutated_positions()
+            and (record is None or not record.arguments.mutated_positions())
             and (held or self.ledger.resident_bytes() > 0)
         )
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from rematic.activations import Engine
+from rematic.activations.record import Record
+from rematic.activations.unit import Unit
 from rematic.memory import SimulatedProbe
 from tests.activations.blocks import WIDTH, Block, Model, make_input, make_model
 from tests.activations.parity import (
@@ -87,6 +89,34 @@ def test_a_forward_that_runs_out_of_memory_runs_again_with_the_same_bits(
         assert recovered == 0
     else:
         assert recovered >= 0.6 * last, (recovered, stopped)
+
+
+@pytest.mark.parametrize("kept", [True, [True, False, False]], ids=["keep", "first held"])
+def test_memory_that_runs_out_before_the_forward_begins_is_answered_by_the_unit(
+    kept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every allocation for the state that is taken down, buffers among it."""
+    plain, _, state = _stateful_steps(kept, SimulatedProbe())
+    open_record = Unit._open
+    probe = SimulatedProbe()
+
+    def open_watched(self: Unit, *args: Any, **kwargs: Any) -> Record:
+        if self.num_forwards < 1 or (kept is not True and self.position == 0):
+            return open_record(self, *args, **kwargs)  # the first step, or nothing could give way
+        with probe:
+            return open_record(self, *args, **kwargs)
+
+    monkeypatch.setattr(Unit, "_open", open_watched)
+    _stateful_steps(kept, SimulatedProbe())
+    last = probe.num_allocations
+    assert last >= (9 if kept is True else 6)  # running mean, variance and count of each unit
+    for position in range(1, last + 1):
+        probe = SimulatedProbe(fail_at_allocations=[position])
+        found, engine, found_state = _stateful_steps(kept, SimulatedProbe())
+        assert probe.num_ooms == 1
+        assert sum(unit.num_retries for unit in engine.units) == 1
+        assert found_state == state
+        assert differences(found, plain) == [], f"wrong after a failure at {position}"
 
 
 def test_a_record_that_cannot_be_held_starts_evicted_when_nothing_else_is_left() -> None:
