@@ -96,6 +96,8 @@ class AccelerateDriver:
         """What the steps since the last report took."""
         self.is_attached = False
         """Whether a model is managed now."""
+        self.manages_prepared = True
+        """Whether what `prepare` is given is for training; hosts prepare for evaluation too."""
         self._options = options
         self._accelerator: Any = None  # accelerate ships no types
         self._seams: list[InstanceMethod] = []
@@ -237,7 +239,7 @@ class AccelerateDriver:
         placements = kwargs.get("device_placement") or [None] * len(args)
         was_attached = self.is_attached
         for model, placement in zip(args, placements, strict=False):
-            if isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):
+            if self.manages_prepared and _is_trained(model):
                 inner = self._accelerator.unwrap_model(model)
                 self._place(inner, placement)
                 self.manage(inner, optimizers)
@@ -266,6 +268,7 @@ class AccelerateDriver:
 
     def _free_memory(self, free: Callable[..., Any], *objects: Any) -> Any:  # noqa: ANN401 - as free_memory's
         self.detach_model()
+        self.session = None  # which holds the model
         return free(*objects)
 
     def _log_figures(
@@ -304,3 +307,7 @@ class AccelerateDriver:
             return
         if carried is not None and carried["units"] == self.session.state_dict()["units"]:
             self.session.load_state_dict(carried)
+
+
+def _is_trained(value: object) -> bool:
+    return isinstance(value, nn.Module) and any(p.requires_grad for p in value.parameters())

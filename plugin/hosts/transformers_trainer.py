@@ -54,6 +54,7 @@ class TrainerDriver:
         self._use_cache = use_cache
         self._give_back: list[Callable[[], None]] = []
         self._take_over()
+        driver.manages_prepared = False  # until `train()`
         self._callback = _SavesSession(driver)
         trainer.add_callback(self._callback)
         self._seams = [
@@ -65,6 +66,7 @@ class TrainerDriver:
 
     def detach(self) -> None:
         """Gives the Trainer back."""
+        self._driver.manages_prepared = True
         for seam in reversed(self._seams):
             seam.remove()
         self.trainer.remove_callback(self._callback)
@@ -80,10 +82,12 @@ class TrainerDriver:
     ) -> Any:  # noqa: ANN401 - as train's
         self._take_over()
         self._driver.restore_from = self._folder(resume_from_checkpoint)
+        self._driver.manages_prepared = True
         try:
             return train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._driver.restore_from = None
+            self._driver.manages_prepared = False
             self._driver.detach_model()
             if self._use_cache is not None:
                 config, value = self._use_cache

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from accelerate.utils import DistributedType, find_executable_batch_size
 from torch import nn
 
 import rematic
+from tests.activations.families import build_llama
 from tests.hosts.accelerate_loops import (
     STEP_ALONE,
     Faults,
@@ -102,6 +105,49 @@ def test_what_never_fits_leaves_all_as_it_was_and_asks_for_a_smaller_batch() -> 
     assert fresh_forwards(session.model) != [], "attached to the second model"
     plugin.detach()
     assert fresh_forwards(session.model) == []
+
+
+def test_memory_that_is_freed_holds_no_model() -> None:
+    accelerator = fresh_accelerator()
+    plugin = plugin_for(policy="recompute").attach(accelerator)
+    model = Net(Faults())
+    known = weakref.ref(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 1e-2))
+    plugin.step(lambda x: accelerator.backward(known()(x).sum()))(torch.ones(4, 16))
+    optimizer.step()
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    assert known() is None
+    assert plugin.session is None
+
+
+def test_what_transformers_saves_is_the_same(tmp_path: Path) -> None:
+    """Case H1, with a policy that was switched and rolled back."""
+    files = []
+    for plugin in (None, plugin_for(policy="recompute", recipe="auto")):
+        accelerator = fresh_accelerator()
+        torch.manual_seed(0)
+        model = build_llama("eager")
+        if plugin is not None:
+            plugin.attach(accelerator)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for number in range(3):
+            ids = torch.arange(14).view(2, 7) % 11
+            call = functools.partial(one_step, accelerator, model)
+            (call if plugin is None else plugin.step(call))({"input_ids": ids, "labels": ids})
+            optimizer.step()
+            optimizer.zero_grad()
+            if plugin is not None and plugin.session is not None and number == 0:
+                plugin.session.switch("offload")
+            elif plugin is not None and plugin.session is not None and number == 1:
+                plugin.session.rollback()
+        folder = tmp_path / str(plugin is None)
+        accelerator.unwrap_model(model).save_pretrained(folder)
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert files[0] == files[1]
+
+
+def one_step(accelerator: Any, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    accelerator.backward(model(**batch).loss)
 
 
 def fresh_forwards(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import TrainerCallback
 
 import rematic
 from tests.activations.families import build_llama
@@ -199,13 +200,14 @@ def test_auto_find_batch_size_is_left_in_peace(tmp_path: Path) -> None:
     assert replaced(trained.model) == []
 
 
-def test_lora_adapters_are_trained_and_saved_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_adapters_are_trained_and_saved_the_same(tmp_path: Path, dora: bool) -> None:
     """Cases A1 and H1."""
     files = []
     for plugin in (None, plugin_for(policy="recompute")):
         torch.manual_seed(2)
         model = get_peft_model(
-            build_llama("eager"), LoraConfig(target_modules=["q_proj", "v_proj"])
+            build_llama("eager"), LoraConfig(target_modules=["q_proj", "v_proj"], use_dora=dora)
         )
         folder = tmp_path / str(plugin is None)
         trained = fit(
@@ -216,6 +218,33 @@ def test_lora_adapters_are_trained_and_saved_the_same(tmp_path: Path) -> None:
         weights = [p for n, p in trained.model.named_parameters() if "lora_B" in n]
         assert all(weight.abs().sum() > 0 for weight in weights)
     assert files[0] == files[1]
+
+
+class Generates(TrainerCallback):
+    """As trainers of reinforcement learning do between two steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs["model"].eval()
+        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, use_cache=True)
+        model.train()
+
+
+def test_generation_inside_training_is_not_disturbed_and_does_not_disturb(
+    plain: Any, tmp_path: Path
+) -> None:
+    trained = make(tmp_path, plugin=plugin_for(policy="recompute"))
+    trained.trainer.add_callback(Generates())
+    trained.trainer.train()
+    trained.is_same_as(plain())
+
+
+def test_evaluation_alone_attaches_nothing(tmp_path: Path) -> None:
+    plugin = plugin_for(policy="recompute")
+    trained = make(tmp_path, plugin=plugin)
+    trained.trainer.accelerator.prepare(trained.model)  # as Trainer does under FSDP
+    trained.trainer.evaluate()
+    assert plugin.session is None
+    assert replaced(trained.model) == []
 
 
 def test_offloading_of_trl_is_recognised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
