@@ -41,7 +41,7 @@ class SessionStep:
     def run(self, fn: Callable[[B], T], batch: B, reduction: Reduction | None) -> T:
         """Runs `fn(batch)` as one step, again if memory runs out."""
         session = self._session
-        self._max_parts = self._parts_allowed(batch, reduction)
+        self._max_parts = self.parts_allowed(batch, reduction)
         session.begin_step(batch, armed=True)
         recovery = session.recovery(batch, max_parts=self._max_parts)
 
@@ -65,7 +65,8 @@ class SessionStep:
         session.end_step()
         return result
 
-    def _parts_allowed(self, batch: object, reduction: Reduction | None) -> int:
+    def parts_allowed(self, batch: object, reduction: Reduction | None) -> int:
+        """Returns into how many parts a batch may be split, 1 where it may not."""
         if not self._session.settings.allow_split or reduction is None or num_ranks() > 1:
             return 1
         refused = batch_statistics(self._session.model)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 from typing_extensions import ParamSpec
@@ -19,6 +19,7 @@ from rematic.memory import Probe
 from rematic.policy import Policy
 from rematic.recipes import Recipe
 from rematic.session import Session
+from rematic.split_batch import Reduction
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -129,24 +130,34 @@ class RecomputePlugin:
         self._driver.attach(accelerator)
         return self
 
-    def step(self, fn: Callable[P, T]) -> Callable[P, T]:
+    @overload
+    def step(self, fn: Callable[P, T]) -> Callable[P, T]: ...
+
+    @overload
+    def step(
+        self, fn: None = None, *, reduction: Reduction | None
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+    def step(
+        self, fn: Callable[P, T] | None = None, *, reduction: Reduction | None = None
+    ) -> Callable[P, T] | Callable[[Callable[P, T]], Callable[P, T]]:
         """Decorates a function that does forward and backward of one micro-batch.
 
         Its first argument is the batch. If memory runs out, everything that it changed is put back
         and it runs again under a heavier plan. It ends before gradients are clipped.
 
+        Args:
+            fn: The function; without one a decorator is returned.
+            reduction: How the loss combines the sequences of a batch, as of `Session.run`;
+                `control.allow_split` needs it, and the function returns the loss then.
+
         Raises:
             StepOutOfMemoryError: When called, if nothing that is allowed helps; an error that
                 `accelerate.find_executable_batch_size` answers.
         """
-
-        @functools.wraps(fn)
-        def step(*args: P.args, **kwargs: P.kwargs) -> T:
-            batch = args[0] if args else next(iter(kwargs.values()), None)
-            result: T = self._driver.step(fn, args, kwargs, batch=batch)
-            return result
-
-        return step
+        if fn is None:
+            return functools.partial(self._decorated, reduction=reduction)
+        return self._decorated(fn, reduction=reduction)
 
     def attach_trainer(self, trainer: Trainer) -> RecomputePlugin:
         """Manages what a Trainer of Transformers (or of TRL) trains, from `train()` to its end.
@@ -191,3 +202,12 @@ class RecomputePlugin:
             self._trainer.detach()
             self._trainer = None
         self._driver.detach()
+
+    def _decorated(self, fn: Callable[P, T], *, reduction: Reduction | None) -> Callable[P, T]:
+        @functools.wraps(fn)
+        def step(*args: P.args, **kwargs: P.kwargs) -> T:
+            batch = args[0] if args else next(iter(kwargs.values()), None)
+            result: T = self._driver.step(fn, args, kwargs, batch=batch, reduction=reduction)
+            return result
+
+        return step

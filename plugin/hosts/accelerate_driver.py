@@ -24,6 +24,7 @@ from rematic.memory import Probe
 from rematic.policy import Policy
 from rematic.recipes import Recipe, load_recipe
 from rematic.session import Session
+from rematic.split_batch import Reduction
 
 _log = logging.getLogger("rematic")
 _OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -105,6 +106,7 @@ class AccelerateDriver:
         self._taken: TakenKeys | None = None
         self._covered: list[torch.optim.Optimizer] = []
         self._is_open = False
+        self._told_of_split = False
         self._carried: dict[str, Any] | None = None
         self.restore_from: Path | None = None
         """Folder of a checkpoint whose state the next session takes up."""
@@ -145,6 +147,7 @@ class AccelerateDriver:
         *,
         batch: object,
         state: HostState | None = None,
+        reduction: Reduction | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the user's step returns
         """Runs forward and backward of one micro-batch, again if memory runs out.
 
@@ -154,6 +157,7 @@ class AccelerateDriver:
             kwargs: Its keyword arguments.
             batch: What is read for the shape of the step.
             state: What the host counts inside the step; None for the Accelerator's accumulation.
+            reduction: How the loss combines the sequences of the batch; None: unknown.
         """
         if not self.enabled or self._is_open:
             return fn(*args, **kwargs)
@@ -166,7 +170,9 @@ class AccelerateDriver:
             self.session,
             state or AcceleratorCounters(self._accelerator),
             is_repeatable=self._is_repeatable,
+            reduction=reduction,
         )
+        self._tell_of_split(is_possible=reduction is not None and self._is_repeatable)
         self._is_open = True
         try:
             result, record = call.run(fn, args, kwargs, batch=batch)
@@ -289,6 +295,15 @@ class AccelerateDriver:
         # A second forward of one rank alone would meet no partner in its collectives.
         alone: bool = self._accelerator.distributed_type == DistributedType.NO
         return alone
+
+    def _tell_of_split(self, *, is_possible: bool) -> None:
+        assert self.session is not None
+        if self.session.settings.allow_split and not is_possible and not self._told_of_split:
+            self._told_of_split = True
+            _log.warning(
+                "control.allow_split has no effect here: it needs one process, and "
+                "`@plugin.step(reduction=...)` to say how the loss combines sequences."
+            )
 
     def _tell_what_is_repeated(self) -> None:
         if not self._is_repeatable:

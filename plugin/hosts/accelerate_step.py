@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from rematic.control import Rung
 from rematic.session import Session
+from rematic.session_step import SessionStep
+from rematic.split_batch import Reduction, run_in_parts
 from rematic.step_record import StepRecord
 from rematic.step_recovery import StepOutOfMemoryError, run_attempts
 
@@ -41,14 +45,24 @@ class RecoverableCall:
         session: The session.
         state: What the host counts.
         is_repeatable: Whether the whole call may run again; without it op and unit are the answers.
+        reduction: How the loss combines the sequences of the batch, which is the first argument
+            then; None: unknown, and the batch is never split.
     """
 
-    def __init__(self, session: Session, state: HostState, *, is_repeatable: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        state: HostState,
+        *,
+        is_repeatable: bool,
+        reduction: Reduction | None = None,
+    ) -> None:
         self.num_retries = 0
         """How often it ran again."""
         self._session = session
         self._state = state
         self._is_repeatable = is_repeatable
+        self._reduction = reduction
 
     def run(
         self,
@@ -92,10 +106,38 @@ class RecoverableCall:
             if rung is not None:
                 self.num_retries += 1
                 self._state.restore()
-            return fn(*args, **kwargs)
+            if rung is None or rung.num_parts == 1:
+                return fn(*args, **kwargs)
+            return self._in_parts(fn, args, kwargs, num_parts=rung.num_parts)
 
-        recovery = self._session.recovery((args, kwargs))
+        max_parts = 1
+        if args:
+            max_parts = SessionStep(self._session).parts_allowed(args[0], self._reduction)
+        recovery = self._session.recovery((args, kwargs), max_parts=max_parts)
         try:
             return run_attempts(recovery, attempt)
         finally:
             recovery.close()
+
+    def _in_parts(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        num_parts: int,
+    ) -> torch.Tensor | None:
+        assert self._reduction is not None
+        batch, *rest = args
+
+        def one(part: object) -> Any:  # noqa: ANN401 - as above
+            self._state.restore()  # all parts together are one micro-batch
+            return fn(part, *rest, **kwargs)
+
+        return run_in_parts(
+            one,
+            batch,
+            num_parts=num_parts,
+            reduction=self._reduction,
+            model=self._session.model,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -148,6 +149,49 @@ def test_what_transformers_saves_is_the_same(tmp_path: Path) -> None:
 
 def one_step(accelerator: Any, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
     accelerator.backward(model(**batch).loss)
+
+
+SPLIT = {"policy": {"op_retry": "never", "trust": ["*"]}, "control": {"allow_split": True}}
+
+
+@pytest.mark.parametrize("reduction", ["mean", None])
+def test_a_batch_is_split_where_the_reduction_is_told(
+    reduction: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
+    plugin = plugin_for(policy="keep", recipe=SPLIT).attach(accelerator)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    whole = copy.deepcopy(model)
+    model = accelerator.prepare(model)
+    sizes: list[tuple[int, int]] = []
+
+    @plugin.step(reduction=reduction)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with accelerator.accumulate(model):
+            sizes.append((len(x), accelerator.step))
+            if len(x) > 2:
+                raise torch.OutOfMemoryError("injected")
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            return loss.detach()
+
+    x = torch.randn(4, 4)
+    line = "control.allow_split has no effect here"
+    if reduction is None:
+        with pytest.raises(rematic.StepOutOfMemoryError):
+            step(x)
+        assert line in caplog.text
+        return
+    loss = step(x)
+    assert sizes[-3:] == [(4, 1), (2, 1), (2, 1)]
+    assert accelerator.step == 1
+    assert line not in caplog.text
+    expected = whole(x).square().mean()
+    (expected / 2).backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def fresh_forwards(model: nn.Module) -> list[str]:

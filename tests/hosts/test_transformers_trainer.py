@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 import rematic
 from tests.activations.families import build_llama
@@ -218,6 +218,29 @@ def test_adapters_are_trained_and_saved_the_same(tmp_path: Path, dora: bool) -> 
         weights = [p for n, p in trained.model.named_parameters() if "lora_B" in n]
         assert all(weight.abs().sum() > 0 for weight in weights)
     assert files[0] == files[1]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_adapters_over_four_bit_weights(tmp_path: Path) -> None:
+    build_llama("sdpa", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "model")
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    found = []
+    for plugin in (None, plugin_for(policy="recompute", recipe="auto")):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", quantization_config=quantization, dtype=torch.float32
+        )
+        model = prepare_model_for_kbit_training(
+            model, use_gradient_checkpointing=plugin is not None
+        )
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+        trained = fit(tmp_path, model=model, plugin=plugin, max_steps=3)
+        found.append([p for n, p in trained.model.named_parameters() if "lora" in n])
+    assert plugin is not None
+    assert plugin.session is not None
+    assert plugin.session.last_step is not None
+    assert plugin.session.last_step.replays == 3
+    assert all(map(torch.equal, *found))
 
 
 class Generates(TrainerCallback):
