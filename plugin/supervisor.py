@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rematic import control
 from rematic.control import ControllerState, ControlRules, Decision
-from rematic.memory import allocator_settings, release_cached_blocks
+from rematic.memory import RELEASING_KINDS, allocator_settings, release_cached_blocks
 from rematic.operator_requests import RequestReader
 from rematic.policy import LADDER, Policy, policy_named
 from rematic.transaction import num_ranks
@@ -140,7 +140,9 @@ class Supervisor:
         self._rules = None
 
     def _begin(self) -> None:
-        rules = self._supervision.rules
+        rules = dataclasses.replace(
+            self._supervision.rules, can_release=self._session.probe.kind in RELEASING_KINDS
+        )
         if rules.adapt and num_ranks() > 1:
             # ranks would have to agree on every change, and nothing asks them yet
             rules = dataclasses.replace(rules, adapt=False)

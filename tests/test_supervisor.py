@@ -85,6 +85,7 @@ def test_quiet_steps_are_not_worth_a_line() -> None:
     (event,) = run.journal.of("control")
     assert event["rules"]["ladder"] == ["keep", "selective", "recompute", "recompute+offload"]
     assert event["rules"]["adapt"] is True
+    assert event["rules"]["can_release"] is True
     assert event["escalation"] == "warn"
 
 
@@ -360,3 +361,12 @@ def test_a_step_that_cannot_be_put_back_is_not_compared() -> None:
         run.session.run(with_optimizer, make_input())
     assert run.calls == before + 4
     assert run.journal.of("compare") == []
+
+
+def test_a_heap_is_not_released() -> None:
+    run = Run()
+    run.probe.kind = "host"  # type: ignore[misc]
+    run.probe.says = IN_PIECES
+    run.steps(12)
+    assert run.journal.of("release") == []
+    assert run.decisions() == [("fragmentation", "none", "")]

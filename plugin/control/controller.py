@@ -41,7 +41,7 @@ RELEASE_EVERY_STEPS = 10
 """Cached blocks are released no more often than this."""
 
 RELEASES_MAX = 3
-"""Fragmentation that comes back after so many releases in a window is answered as pressure."""
+"""Fragmentation after so many releases in a window is answered as pressure, where it costs."""
 
 PERSON_STEPS = 10
 """Steps of trouble in a row, with nothing left to do about it, before a person is asked."""
@@ -140,14 +140,20 @@ def _act(
         if plain.change != "none":
             return state, plain
     if plain.risk.verdict == "fragmentation":
-        if len(state.releases) < RELEASES_MAX:
+        if rules.can_release and len(state.releases) < RELEASES_MAX:
             return _release(state, seen, plain)
-        state = state._replace(trouble_steps=state.trouble_steps + 1)
+        if _is_hurt(state, seen):
+            state = state._replace(trouble_steps=state.trouble_steps + 1)
     if state.trouble_steps >= TREND_STEPS:
         return _escalate(state, seen, rules, plain, may_change=may_change)
     if state.left and state.trial is None and may_change:
         return _return(state, seen, rules, plain)
     return state, plain
+
+
+def _is_hurt(state: ControllerState, seen: Observation) -> bool:
+    """Returns whether holes cost anything: a free list that is merely long is used again."""
+    return bool(seen.num_failures or seen.evicted_bytes or state.risk.retry_streak)
 
 
 def _within(steps: tuple[int, ...], now: int, window: int) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ def rules_from_plain(plain: Mapping[str, Any]) -> ControlRules:
         pace=Pace(**plain["pace"]),
         ladder=tuple(plain["ladder"]),
         adapt=plain["adapt"],
+        can_release=plain["can_release"],
     )
 
 

@@ -59,3 +59,6 @@ class ControlRules:
 
     adapt: bool = True
     """Whether it may change the policy; if not, it watches and reports."""
+
+    can_release: bool = True
+    """Whether the allocator has cached blocks that can be given back."""

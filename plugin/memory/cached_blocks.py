@@ -6,6 +6,9 @@ import torch
 
 from rematic.memory.snapshot import Probe
 
+RELEASING_KINDS = ("cuda", "accelerator")
+"""Kinds of probes whose allocators hold blocks that can be given back."""
+
 
 def release_cached_blocks(probe: Probe) -> int | None:
     """Releases the free blocks that the allocator of a probe's device holds.
@@ -19,7 +22,7 @@ def release_cached_blocks(probe: Probe) -> int | None:
     Returns:
         The bytes given back; None if that cannot be told, 0 where nothing is done.
     """
-    if probe.kind not in ("cuda", "accelerator"):
+    if probe.kind not in RELEASING_KINDS:
         return 0
     before = probe.snapshot().reserved_bytes
     if probe.kind == "cuda":

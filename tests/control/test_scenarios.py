@@ -33,6 +33,11 @@ def fragmented(step: int, policy: str) -> dict[str, Any]:
     return {"tokens": 400, "reserved_bytes": 9500, "hole_bytes": 3000}
 
 
+def fragmented_and_hurt(step: int, policy: str) -> dict[str, Any]:
+    """The holes are such that allocations fail."""
+    return {**fragmented(step, policy), "num_failures": int(step >= 10 and policy == "keep")}
+
+
 def fragmented_once(step: int, policy: str) -> dict[str, Any]:
     return fragmented(step, policy) if step == 10 else {"tokens": 400}
 
@@ -84,8 +89,13 @@ SCENARIOS: dict[str, tuple[Figures, int, list[str]]] = {
         ["22 switch to selective", "30 selective met its goals", "80 switch to keep"],
     ),
     "fragmentation that a release cures": (fragmented_once, 60, ["10 release"]),
-    "fragmentation that comes back": (
+    "fragmentation that comes back and costs nothing": (
         fragmented,
+        60,
+        ["10 release", "20 release", "30 release"],
+    ),
+    "fragmentation that comes back": (
+        fragmented_and_hurt,
         50,
         [
             "10 release",
@@ -154,6 +164,13 @@ def test_a_step_after_trouble_is_armed_until_it_has_been_quiet() -> None:
         False,
         False,
     ]
+
+
+def test_a_heap_has_nothing_to_release() -> None:
+    rules = ControlRules(ladder=LADDER, can_release=False)
+    assert World(fragmented, rules=rules).run(60).story() == []
+    hurt = World(fragmented_and_hurt, rules=rules).run(60).story()
+    assert hurt == ["12 switch to selective", "20 selective met its goals"]
 
 
 def test_planned_is_never_left() -> None:
