@@ -107,7 +107,7 @@ class AccelerateDriver:
         self._covered: list[torch.optim.Optimizer] = []
         self._is_open = False
         self._told_of_split = False
-        self._carried: dict[str, Any] | None = None
+        self._carried: tuple[int, dict[str, Any]] | None = None
         self.restore_from: Path | None = None
         """Folder of a checkpoint whose state the next session takes up."""
 
@@ -212,7 +212,7 @@ class AccelerateDriver:
     def detach_model(self) -> None:
         """Gives back the model and its optimizers; what was learned stays for the next one."""
         if self.session is not None and self.is_attached:
-            self._carried = self.session.state_dict()
+            self._carried = (_num_elements(self.session.model), self.session.state_dict())
             self.session.detach()
         self.is_attached, self._covered = False, []
 
@@ -320,8 +320,14 @@ class AccelerateDriver:
         folder, self.restore_from = self.restore_from, None
         if folder is not None and read_session(self.session, folder):
             return
-        if carried is not None and carried["units"] == self.session.state_dict()["units"]:
-            self.session.load_state_dict(carried)
+        if carried is None or carried[0] != _num_elements(self.session.model):
+            return
+        if carried[1]["units"] == self.session.state_dict()["units"]:
+            self.session.load_state_dict(carried[1])
+
+
+def _num_elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _is_trained(value: object) -> bool:

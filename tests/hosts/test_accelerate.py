@@ -121,6 +121,23 @@ def test_memory_that_is_freed_holds_no_model() -> None:
     assert plugin.session is None
 
 
+@pytest.mark.parametrize("width", [16, 24], ids=["the same", "another"])
+def test_only_the_same_model_goes_on_with_what_was_learned(width: int) -> None:
+    """Both have the same names of units."""
+    accelerator = fresh_accelerator()
+    plugin = plugin_for(policy="keep", recipe="auto").attach(accelerator)
+    num_steps = []
+    for size in (16, width):
+        accelerator.free_memory()
+        raw = nn.Sequential(*[nn.Sequential(nn.Linear(size, size), nn.Tanh()) for _ in range(2)])
+        model = accelerator.prepare(raw)
+        call = functools.partial(lambda model, x: accelerator.backward(model(x).sum()), model)
+        plugin.step(call)(torch.ones(2, size))
+        assert plugin.session is not None
+        num_steps.append(plugin.session.num_steps)
+    assert num_steps == ([1, 2] if width == 16 else [1, 1])
+
+
 def test_what_transformers_saves_is_the_same(tmp_path: Path) -> None:
     """Case H1, with a policy that was switched and rolled back."""
     files = []
