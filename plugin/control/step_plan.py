@@ -86,8 +86,10 @@ class WorkingSet:
         Memory is highest when the last unit is at work, which then does not keep yet, or when the
         loss is reached.
         """
-        total = sum(kept)
-        last = kept[-1] if kept else 0
+        return self.beside_total(sum(kept), last=kept[-1] if kept else 0)
+
+    def beside_total(self, total: int, *, last: int) -> int:
+        """Returns the same from the bytes that all keep and those of the last one among them."""
         return max(total - last + self.unit_bytes, total + self.head_bytes)
 
 
@@ -288,16 +290,18 @@ def _keep_from_the_last(
     Units of a class that has never been seen to run are passed over: they may never do.
     """
     unmeasured = _unmeasured(costs, request)
+    sizes = _kept(costs, request, [Keep() if a is None else a for a in request.actions])
+    kept = [0 if a is None else size or 0 for a, size in zip(request.actions, sizes, strict=True)]
     chosen: list[Action] = [Recompute() for _ in request.actions]
+    total = sum(kept)
     for i in reversed(range(len(chosen))):
         if request.actions[i] is not None or unmeasured[i]:
             continue
-        tried = [*chosen[:i], Keep(), *chosen[i + 1 :]]
-        actions = [a if a is not None else c for a, c in zip(request.actions, tried, strict=True)]
-        kept = _kept(costs, request, actions)
-        if working.beside([size or 0 for size in kept]) > free_bytes:
+        kept[i] = sizes[i] or 0
+        total += kept[i]
+        if working.beside_total(total, last=kept[-1]) > free_bytes:
             break
-        chosen = tried
+        chosen[i] = Keep()
     return chosen
 
 
@@ -341,7 +345,10 @@ def _needed_after(
     if working is None:
         return (0,) * len(plan.actions)
     kept = [size or 0 for size in _kept(costs, request, plan.actions)]
-    needed = [working.beside(kept[i + 1 :]) for i in range(len(kept))]
+    needed, total = [0] * len(kept), sum(kept)
+    for i, size in enumerate(kept):
+        total -= size
+        needed[i] = working.beside_total(total, last=kept[-1])
     # after the last unit comes the head, and then its own backward, which finds what it kept
     needed[-1] = max(working.head_bytes, working.unit_bytes - kept[-1])
     return tuple(needed)
