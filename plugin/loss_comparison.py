@@ -52,9 +52,12 @@ class LossComparison:
             return
         planned = self._session.plan.actions
         self._step.reopen(self._actions)
-        self.result = run_attempts(self._recovery, attempt)
+        # not committed, or its gradients could not be taken back
+        self.result = run_attempts(self._recovery, attempt, commits=False)
         self.is_done = self._recovery.rung is not None or not self._put_back()
-        if not self.is_done:
+        if self.is_done:
+            self._recovery.commit()
+        else:
             self._step.reopen(planned)
 
     def compare(self, result: Any) -> None:  # noqa: ANN401 - what the user's step returns

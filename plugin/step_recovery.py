@@ -319,10 +319,17 @@ def with_room(make: Callable[[], T], ledger: Ledger) -> T:
     return make()
 
 
-def run_attempts(recovery: StepRecovery, attempt: Callable[[Rung | None], Any]) -> Any:  # noqa: ANN401 - what the user's step returns
+def run_attempts(
+    recovery: StepRecovery, attempt: Callable[[Rung | None], Any], *, commits: bool = True
+) -> Any:  # noqa: ANN401 - what the user's step returns
     """Runs `attempt` until it succeeds or nothing is left to try.
 
     Errors other than running out of memory pass.
+
+    Args:
+        recovery: The recovery of the open step.
+        attempt: Runs the step.
+        commits: Whether success ends the micro-batch; without it the attempt can still be undone.
     """
     while True:
         try:
@@ -333,7 +340,8 @@ def run_attempts(recovery: StepRecovery, attempt: Callable[[Rung | None], Any]) 
                 recovery.close()
                 raise
         else:
-            recovery.commit()
+            if commits:
+                recovery.commit()
             return result
         # outside `except`: the failed attempt is freed before the next one begins
         recovery.answer(failure)
