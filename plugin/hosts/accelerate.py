@@ -66,6 +66,9 @@ class RecomputePlugin:
     journal: EventSink | None = None
     """Takes the decisions, such as a `rematic.journal.JournalWriter`."""
 
+    on_escalation: Callable[[str], None] | None = None
+    """Called with what a person must decide, if the recipe has `control: {escalation: call}`."""
+
     enabled: bool = True
     """Whether anything is done; False: the script runs as if the plugin were not there."""
 
@@ -82,6 +85,7 @@ class RecomputePlugin:
             probe=self.probe,
             batch_shape=self.batch_shape,
             journal=self.journal,
+            on_escalation=self.on_escalation,
         )
         self._driver = AccelerateDriver(options, enabled=self.enabled)
 

@@ -57,6 +57,9 @@ class AttachOptions:
     journal: EventSink | None
     """As of `attach`."""
 
+    on_escalation: Callable[[str], None] | None
+    """As of `attach`."""
+
     def __post_init__(self) -> None:
         if self.overrides and not isinstance(self.recipe, (str, Path)):
             raise ValueError(
@@ -78,6 +81,7 @@ class AttachOptions:
             probe=self.probe,
             batch_shape=self.batch_shape or default_batch_shape,
             journal=self.journal,
+            on_escalation=self.on_escalation,
         )
 
 

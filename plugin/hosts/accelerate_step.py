@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from rematic.control import Rung
+from rematic.loss_comparison import LossComparison
 from rematic.session import Session
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction, run_in_parts
@@ -102,22 +103,29 @@ class RecoverableCall:
         if not self._is_repeatable:
             return fn(*args, **kwargs)
 
+        step = SessionStep(self._session)
+        max_parts = step.parts_allowed(args[0], self._reduction) if args else 1
+        recovery = self._session.recovery((args, kwargs), max_parts=max_parts)
+        comparison = LossComparison(self._session, step, recovery)
+        has_run = False
+
         def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - as above
-            if rung is not None:
-                self.num_retries += 1
+            nonlocal has_run
+            self.num_retries += rung is not None
+            if has_run:
                 self._state.restore()
+            has_run = True
             if rung is None or rung.num_parts == 1:
                 return fn(*args, **kwargs)
             return self._in_parts(fn, args, kwargs, num_parts=rung.num_parts)
 
-        max_parts = 1
-        if args:
-            max_parts = SessionStep(self._session).parts_allowed(args[0], self._reduction)
-        recovery = self._session.recovery((args, kwargs), max_parts=max_parts)
         try:
-            return run_attempts(recovery, attempt)
+            comparison.run_first(attempt)
+            result = comparison.result if comparison.is_done else run_attempts(recovery, attempt)
         finally:
             recovery.close()
+        comparison.compare(result)
+        return result
 
     def _in_parts(
         self,

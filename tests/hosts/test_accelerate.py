@@ -168,6 +168,24 @@ def one_step(accelerator: Any, model: nn.Module, batch: dict[str, torch.Tensor])
     accelerator.backward(model(**batch).loss)
 
 
+def test_a_batch_whose_losses_are_compared_counts_once(plain: dict[Any, Trained]) -> None:
+    """It runs under the previous policy first."""
+    journal = Recorded()
+    recipe = {"goals": {"loss_tolerance": 0.01}, "policy": {"trust": ["*"]}}
+    plugin = plugin_for(policy="keep", recipe=recipe, journal=journal)
+
+    def switch(accelerator: Any, number: int) -> None:
+        if number == 4:
+            assert plugin.session is not None
+            plugin.session.switch("recompute")
+
+    options: dict[str, Any] = {"accumulate": 3, "inside": True}
+    trained = train(plugin, after_step=switch, **options)
+    trained.is_same_as(reference(plain, **options))
+    compared = [event["difference"] for event in journal.events if event["event"] == "compare"]
+    assert compared == [0.0]
+
+
 SPLIT = {"policy": {"op_retry": "never", "trust": ["*"]}, "control": {"allow_split": True}}
 
 
