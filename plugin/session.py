@@ -155,6 +155,11 @@ class Session:
         return self._history
 
     @property
+    def costs(self) -> Costs:
+        """What steps need, as learned so far."""
+        return self._costs
+
+    @property
     def unit_classes(self) -> Mapping[str, str]:
         """Class of each unit by its name, in order."""
         return self._engine.classes
@@ -478,30 +483,6 @@ class Session:
             self._actions = resolve(self.policy, self._engine.classes)
             self._write_change(change.event, before=before, reason=change.reason)
         self.supervisor.at_boundary()
-
-    def controlled(self) -> dict[str, Any]:
-        """Returns what plans are decided from beside each step's own figures, in plain types."""
-        return {
-            "policy": policy_to_plain(self.policy),
-            "classes": dict(self._engine.classes),
-            "reserve": self.settings.reserve,
-            "costs": control.costs_to_plain(self._costs),
-        }
-
-    def save_before_stop(self, why: str) -> str | None:
-        """Lets the host save the training between two steps; returns where, None for nowhere."""
-        if self.at_stop is None:
-            return None
-        report = StopReport(
-            batch=0,
-            length=0,
-            budget_bytes=self.budget_bytes,
-            attempts=(),
-            obstacle=why,
-            largest_length=None,
-            resident_bytes=(),
-        )
-        return self.at_stop(report)
 
     def _write_change(self, event: str, *, before: Policy, reason: str) -> None:
         self.settings.journal.write(

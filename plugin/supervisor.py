@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rematic import control
-from rematic.control import ControllerState, ControlRules, Decision
+from rematic.control import ControllerState, ControlRules, Decision, StopReport
 from rematic.memory import RELEASING_KINDS, allocator_settings, release_cached_blocks
 from rematic.operator_requests import RequestReader
-from rematic.policy import LADDER, Policy, policy_named
+from rematic.policy import LADDER, Policy, policy_named, policy_to_plain
 from rematic.transaction import num_ranks
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Supervisor:
                 "escalation": self._supervision.escalation,
                 "rules": control.rules_to_plain(rules),
                 "state": self.state_dict(),
-                **self._session.controlled(),
+                **self._basis(),
             }
         )
 
@@ -189,13 +189,37 @@ class Supervisor:
     def _stop(self, question: str) -> None:
         """Saves the training between two steps, and stops it."""
         self._stop_because = None
-        saved = self._session.save_before_stop(question)
+        saved = self._saved(question)
         self._write(
             {"event": "stop", "reason": "a person must decide", "report": question}
             | {"batch": None, "length": None, "checkpoint": saved}
         )
         where = f"It was saved to {saved}." if saved else "Nothing was there to save it."
         raise RunStoppedError(f"the training was stopped: {question} {where}")
+
+    def _saved(self, question: str) -> str | None:
+        """Lets the host save the training; returns where, None for nowhere."""
+        if self._session.at_stop is None:
+            return None
+        report = StopReport(
+            batch=0,
+            length=0,
+            budget_bytes=self._session.budget_bytes,
+            attempts=(),
+            obstacle=question,
+            largest_length=None,
+            resident_bytes=(),
+        )
+        return self._session.at_stop(report)
+
+    def _basis(self) -> dict[str, Any]:
+        """Returns what plans are decided from beside each step's own figures, in plain types."""
+        return {
+            "policy": policy_to_plain(self._session.policy),
+            "classes": dict(self._session.unit_classes),
+            "reserve": self._session.settings.reserve,
+            "costs": control.costs_to_plain(self._session.costs),
+        }
 
     def _release(self) -> None:
         freed = release_cached_blocks(self._session.probe)
