@@ -15,6 +15,7 @@ from rematic.loss_comparison import LossComparison
 from rematic.policy import Action
 from rematic.split_batch import Reduction, batch_statistics, num_sequences, run_in_parts
 from rematic.step_recovery import run_attempts
+from rematic.stop_snapshot import save_memory_snapshot
 from rematic.torn_step import torn_step_error
 from rematic.training_tensors import resident_bytes
 from rematic.transaction import num_ranks
@@ -134,6 +135,8 @@ class SessionStep:
         step = session._close_step()
         if session.at_stop is not None:
             report = replace(report, checkpoint=session.at_stop(report))
+        snapshot = save_memory_snapshot(report, session.settings.journal)
+        report = replace(report, memory_snapshot=snapshot)
         reason = report.obstacle or "every attempt that is allowed ran out of memory"
         self._session.settings.journal.write(
             {

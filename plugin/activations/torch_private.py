@@ -213,3 +213,13 @@ def _codes_in(value: Any) -> Iterator[types.CodeType]:
         for member in list(vars(value).values()):
             if not isinstance(member, type):
                 yield from _codes_in(member)
+
+
+def memory_snapshot_writer() -> Callable[[str], None] | None:
+    """Returns what writes CUDA's allocator state to a file, None without a device in use.
+
+    The file is for https://pytorch.org/memory_viz and for `torch.cuda._memory_viz`.
+    """
+    if not _HAS_CUDA or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch 2.13
+        return None
+    return getattr(torch.cuda.memory, "_dump_snapshot", None)
