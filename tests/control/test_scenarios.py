@@ -218,6 +218,17 @@ def test_gates_compare_equal_lengths_only() -> None:
     assert gate.passed is None
 
 
+def test_steps_too_short_to_be_timed_are_not_judged_by_time() -> None:
+    def figures(step: int, policy: str) -> dict[str, Any]:
+        return {"tokens": 500, "seconds": 0.009 if policy == "own" else 0.001}
+
+    world = World(figures).run(10)
+    world.switch("own")
+    assert world.run(20).story() == ["17 own met its goals"]
+    (gate,) = [g for g in world.decisions[17].gates if g.name == "slowdown"]
+    assert (gate.passed, gate.measured) == (None, 0.009 / 500)
+
+
 def test_failures_end_a_probation_at_once() -> None:
     world = World(lambda step, policy: {"num_failures": int(policy == "own")}).run(10)
     world.switch("own")
