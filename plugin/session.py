@@ -36,6 +36,7 @@ from rematic.step_recovery import StepRecovery, begin_recovery, with_room
 from rematic.supervisor import Supervision, Supervisor
 from rematic.training_tensors import gradient_bytes, pending_gradient_bytes
 from rematic.transaction import ChangingState
+from rematic.untrained_parameters import tell_of_untrained
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -292,6 +293,8 @@ class Session:
         self._costs = control.learn(self._costs, outcome)
         record = step.record(self._history, budget_bytes=self.budget_bytes)
         self.last_step = record
+        if self.num_steps == 0 and self._num_updates == 0:  # an optimizer may drop gradients
+            tell_of_untrained(self.model, self.write_notice)
         self.num_steps += 1
         event = {
             **record.to_event(),

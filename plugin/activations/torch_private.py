@@ -223,3 +223,11 @@ def memory_snapshot_writer() -> Callable[[str], None] | None:
     if not _HAS_CUDA or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch 2.13
         return None
     return getattr(torch.cuda.memory, "_dump_snapshot", None)
+
+
+def has_own_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Returns whether hooks run when a gradient is complete (an optimizer that steps in backward).
+
+    They may take the gradient away.
+    """
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
