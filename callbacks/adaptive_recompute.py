@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from rematic.batch_shape import BatchShape
 from rematic.hosts.instance_method import InstanceMethod
-from rematic.hosts.lightning import RecomputeStrategy
 from rematic.hosts.lightning_driver import LightningDriver
+from rematic.hosts.lightning_strategy import SessionStrategy
 from rematic.journal import EventSink
 from rematic.memory import Probe
 from rematic.policy import Policy
@@ -74,9 +74,10 @@ class AdaptiveRecompute(Callback):
                 "Trainer: expected one of lightning.pytorch. Write `from lightning.pytorch import "
                 "Trainer, LightningModule`."
             )
-        if isinstance(trainer.strategy, RecomputeStrategy):
+        if isinstance(trainer.strategy, SessionStrategy):
             raise ValueError(
-                "AdaptiveRecompute was given to a Trainer with RecomputeStrategy: expected one of "
+                "AdaptiveRecompute was given to a Trainer with "
+                f"{type(trainer.strategy).__name__}: expected one of "
                 "the two, since they do the same. Remove the callback."
             )
 

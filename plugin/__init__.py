@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from rematic.batch_shape import BatchShape as BatchShape
     from rematic.hosts.accelerate import RecomputePlugin as RecomputePlugin
     from rematic.hosts.lightning import RecomputeStrategy as RecomputeStrategy
+    from rematic.hosts.lightning_ranks import RecomputeDDPStrategy as RecomputeDDPStrategy
+    from rematic.hosts.lightning_ranks import RecomputeFSDPStrategy as RecomputeFSDPStrategy
+    from rematic.hosts.lightning_ranks import (
+        RecomputeModelParallelStrategy as RecomputeModelParallelStrategy,
+    )
     from rematic.hosts.transformers_loss import use_tiled_loss as use_tiled_loss
     from rematic.policy import Policy as Policy
     from rematic.policy import Rule as Rule
@@ -26,6 +31,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "BatchShape": "rematic.batch_shape",
     "Policy": "rematic.policy",
+    "RecomputeDDPStrategy": "rematic.hosts.lightning_ranks",
+    "RecomputeFSDPStrategy": "rematic.hosts.lightning_ranks",
+    "RecomputeModelParallelStrategy": "rematic.hosts.lightning_ranks",
     "RecomputePlugin": "rematic.hosts.accelerate",
     "RecomputeStrategy": "rematic.hosts.lightning",
     "ReplayError": "rematic.activations",

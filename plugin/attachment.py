@@ -45,6 +45,7 @@ def attach(
     batch_shape: Callable[[object], BatchShape] = default_batch_shape,
     journal: EventSink | None = None,
     on_escalation: Callable[[str], None] | None = None,
+    device: torch.device | None = None,
 ) -> Session:
     """Puts rematic onto a model, whose names, types and saved files stay as they are.
 
@@ -65,6 +66,8 @@ def attach(
             requests come through a file beside it.
         on_escalation: Called with what a person must decide, if the recipe has
             `control: {escalation: call}`.
+        device: Where the model will train, if a wrapper is going to move it there; None for where
+            its parameters are.
 
     Raises:
         ValueError: If there is no unit, a pattern matches nothing, the model is attached already,
@@ -74,7 +77,8 @@ def attach(
     chosen = _recipe(recipe)
     supervision = _supervision(chosen, journal, on_escalation)
     optimizers = _optimizers(optimizer)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device is None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
     reader = make_probe(
         chosen.memory.probe if probe is None else probe,
         device=device,
@@ -185,7 +189,8 @@ def _budget_bytes(
 ) -> int | None:
     budget_bytes = resolve_budget(budget, snapshot=snapshot, device=device)
     if budget_bytes is not None:
-        refuse_too_small(budget_bytes, [*model.parameters(), *model.buffers()])
+        tensors = (*model.parameters(), *model.buffers())
+        refuse_too_small(budget_bytes, [tensor for tensor in tensors if tensor.device == device])
     elif device.type == "cpu" and is_planned:
         raise ValueError(
             "no budget for a model on the CPU: expected one, since other programs use the same "

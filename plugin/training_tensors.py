@@ -38,7 +38,11 @@ def resident_bytes(
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes of the elements of a tensor."""
+    """Returns the bytes of the elements of a tensor; of a sharded one, those of this rank."""
+    local_part = getattr(tensor, "to_local", None)  # of a DTensor
+    if local_part is not None:
+        with torch.no_grad():
+            tensor = local_part()
     return tensor.numel() * tensor.element_size()
 
 

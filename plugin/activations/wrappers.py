@@ -8,6 +8,8 @@ CHECKPOINTED = "_checkpoint_wrapped_module"
 """Where `checkpoint_wrapper` and `offload_wrapper` of torch.distributed keep the module."""
 COMPILED = "_orig_mod"
 """Where `torch.compile(module)` keeps it."""
+SHARDED = "_fsdp_wrapped_module"
+"""Where `FullyShardedDataParallel` keeps it."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -20,10 +22,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def module_at(model: nn.Module, name: str) -> nn.Module | None:
-    """Returns the module that a qualified name leads to now, None if there is none any more."""
+    """Returns the module that a qualified name leads to now, None if there is none any more.
+
+    A wrapper of FSDP is passed through: it gathers weights around the module, which a replay,
+    alone on its rank, must not do.
+    """
     module: nn.Module | None = model
     for part in name.split("."):
         module = None if module is None else module._modules.get(part)
+        while module is not None and SHARDED in module._modules:
+            module = module._modules[SHARDED]
     return module
 
 

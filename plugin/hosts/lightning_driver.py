@@ -78,15 +78,20 @@ class LightningDriver:
         """Whether a fit runs."""
         return self._module is not None
 
-    def attach(self, module: pl.LightningModule) -> None:
-        """Attaches for one fit, and takes up the state of its checkpoint."""
+    def attach(self, module: pl.LightningModule, device: torch.device | None = None) -> None:
+        """Attaches for one fit, and takes up the state of its checkpoint.
+
+        Args:
+            module: The module.
+            device: Where it is going to train; None for where it is.
+        """
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             rank_zero_warn(
                 "training_step(dataloader_iter) fetches its batches itself, after rematic has made "
                 "the plan: every batch counts as one token. Take `batch` instead where lengths "
                 "vary."
             )
-        session = self._attach(module)
+        session = self._attach(module, device=device)
         restored, self._restored = self._restored, None
         if restored is not None:
             try:

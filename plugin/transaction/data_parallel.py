@@ -161,6 +161,7 @@ def sharding_obstacle(model: nn.Module) -> str | None:
         return None
     from torch.distributed.tensor import DTensor
 
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    # the attribute is that of FullyShardedDataParallel, whose wrapper may be around the model
+    if any(isinstance(p, DTensor) or hasattr(p, "_fsdp_flattened") for p in model.parameters()):
         return "its parameters are sharded, and the other ranks would have to gather them again."
     return None

@@ -1,0 +1,202 @@
+"""Fits on two ranks over gloo, plain and with rematic: run by `test_lightning_ranks.py`.
+
+Prints one line of JSON for each kind of fit: what is the same as in the plain one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.data import DataLoader
+
+import rematic
+from rematic.recipes import PolicyConfig, Recipe
+
+WIDTH = 16
+NUM_BATCHES = 6
+TRUSTING = Recipe(policy=PolicyConfig(trust=("*",)))
+Make = Callable[..., Strategy]
+PENDING: list[int] = []
+"""Batches that will run out of memory; outside the module, whose state a retry puts back."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.relu(self.linear(x)))
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Net(pl.LightningModule):
+    """A module that can shard itself."""
+
+    def __init__(self, *, shards: str = "") -> None:
+        super().__init__()
+        self.body = Body()
+        self.shards = shards
+
+    def configure_model(self) -> None:
+        if not self.shards:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.body.blocks:
+            fully_shard(block.linear if self.shards == "inside" else block, mesh=mesh)
+        fully_shard(self.body, mesh=mesh)
+        self.shards = ""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.body(batch) ** 2).mean()
+        if batch_idx in PENDING:
+            PENDING.remove(batch_idx)
+            raise torch.OutOfMemoryError("out of memory, as the test wants it")
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """Not of the type that Lightning refuses on a CPU."""
+
+
+def fit(strategy: Strategy, rank: int, **options: Any) -> tuple[Net, pl.Trainer]:
+    accumulate = options.pop("accumulate", 1)
+    torch.manual_seed(0)
+    module = Net(**options)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=Path(tempfile.gettempdir()),
+    )
+    torch.manual_seed(10 + rank)
+    batches = [torch.randn(2 + i + 3 * rank, WIDTH) for i in range(NUM_BATCHES)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return module, trainer
+
+
+def weights(module: Net, trainer: pl.Trainer) -> dict[str, Tensor]:
+    model = trainer.strategy.model
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return {n: p.detach().clone() for n, p in module.named_parameters()}
+    found = module.named_parameters()
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in found}
+
+
+def compare(
+    name: str, plain: Make, ours: Make, rank: int, fails: tuple[int, ...] = (), **options: Any
+) -> None:
+    """One plain fit, and one in which the ranks have different policies."""
+    wanted = weights(*fit(plain(process_group_backend="gloo"), rank, **options))
+    generator = torch.get_rng_state()
+    policy = ("keep", "recompute")[rank]
+    strategy = ours(recipe=TRUSTING, policy=policy, process_group_backend="gloo")
+    PENDING.extend(fails)
+    module, trainer = fit(strategy, rank, **options)
+    found = weights(module, trainer)
+    session = strategy.session
+    line = {
+        "kind": name,
+        "same": found.keys() == wanted.keys()
+        and all(torch.equal(found[key], wanted[key]) for key in wanted),
+        "same_generator": torch.equal(generator, torch.get_rng_state()),
+        "plan": session.last_step.plan,
+        "micro_batches": session.num_steps,
+        "replays": [int(row.split()[4]) for row in session.report().splitlines()[3:6]],
+        "sum": float(sum(w.double().sum() for w in found.values())),
+        "left": sum("forward" in vars(m) for m in module.body.modules()),
+        "pending": len(PENDING),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def refused(name: str, strategy: Strategy, rank: int, **options: Any) -> None:
+    try:
+        fit(strategy, rank, **options)
+    except ValueError as error:
+        print(json.dumps({"kind": name, "error": str(error)}), flush=True)
+
+
+def let_fsdp_run_on_a_cpu() -> None:
+    plain = FullyShardedDataParallel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{**kwargs, "device_id": torch.device("cpu")})
+
+    FullyShardedDataParallel.__init__ = init
+
+
+def main(port: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "test",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+    ddp = DDPStrategy, rematic.RecomputeDDPStrategy
+    compare("ddp", *ddp, rank)
+    compare("ddp accumulating", *ddp, rank, accumulate=2)
+    compare("ddp failing", *ddp, rank, fails=(1, 4) if rank == 1 else ())
+
+    def two(**kwargs: Any) -> Strategy:
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **kwargs)
+
+    ours = rematic.RecomputeModelParallelStrategy
+    compare("fsdp2", two, ours, rank, shards="blocks")
+    compare("fsdp2 accumulating", two, ours, rank, shards="blocks", accumulate=2)
+    refused(
+        "inside",
+        ours(policy="recompute", process_group_backend="gloo"),
+        rank,
+        shards="inside",
+    )
+    let_fsdp_run_on_a_cpu()
+    compare(
+        "fsdp",
+        lambda **kwargs: FSDPOnCPU(auto_wrap_policy={Block}, **kwargs),
+        lambda **kwargs: rematic.RecomputeFSDPStrategy(auto_wrap_policy={Block}, **kwargs),
+        rank,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

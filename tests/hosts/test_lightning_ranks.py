@@ -1,0 +1,108 @@
+"""The strategies for several devices: parity on two ranks over gloo, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+
+import rematic
+import rematic.callbacks
+from tests.hosts.lightning_fits import Runner
+
+KINDS = ("ddp", "ddp accumulating", "ddp failing", "fsdp2", "fsdp2 accumulating", "fsdp")
+NAMES = {
+    "recompute_ddp": "RecomputeDDPStrategy",
+    "recompute_fsdp": "RecomputeFSDPStrategy",
+    "recompute_fsdp2": "RecomputeModelParallelStrategy",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, dict[str, Any]]]:
+    """What each of two ranks printed, by kind of fit."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "tests.hosts.lightning_ranks", str(port)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    lines = [[json.loads(x) for x in o.splitlines() if x.startswith("{")] for o in outputs]
+    return [{line["kind"]: line for line in of_rank} for of_rank in lines]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_different_policies_end_as_the_plain_fit(ranks: Any, kind: str) -> None:
+    keeps, recomputes = (rank[kind] for rank in ranks)
+    for rank in (keeps, recomputes):
+        assert rank["same"]
+        assert rank["same_generator"]
+        assert rank["micro_batches"] == 6
+        assert rank["left"] == rank["pending"] == 0
+    assert keeps["sum"] == recomputes["sum"]
+    assert keeps["plan"] == {"keep": 3}
+    assert keeps["replays"] == [0, 0, 0]
+    assert recomputes["plan"] == {"recompute": 3}
+    assert recomputes["replays"] == [6, 6, 6]
+
+
+def test_what_is_sharded_inside_a_unit_is_refused(ranks: Any) -> None:
+    for rank in ranks:
+        error = rank["inside"]["error"]
+        assert error.startswith("body.blocks.0.linear is sharded by itself inside the unit body.bl")
+        assert "Shard body.blocks.0 by fully_shard" in error
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_has_a_name(name: str) -> None:
+    strategy = getattr(rematic, NAMES[name])
+    assert StrategyRegistry[name]["strategy"] is strategy
+    assert type(StrategyRegistry.get(name)) is strategy
+
+
+def test_what_the_strategies_below_take_is_taken() -> None:
+    ddp = rematic.RecomputeDDPStrategy(
+        "auto", "20GiB", find_unused_parameters=True, process_group_backend="gloo"
+    )
+    assert ddp._ddp_kwargs == {"find_unused_parameters": True}
+    assert ddp.process_group_backend == "gloo"
+    fsdp = rematic.RecomputeFSDPStrategy(budget="20GiB", sharding_strategy="SHARD_GRAD_OP")
+    assert fsdp.sharding_strategy.name == "SHARD_GRAD_OP"
+    sharded = rematic.RecomputeModelParallelStrategy(save_distributed_checkpoint=False)
+    assert not sharded._save_distributed_checkpoint
+
+
+def test_the_checkpointing_of_fsdp_is_taken_over() -> None:
+    with pytest.warns(UserWarning, match="takes activation checkpointing over: its recipe decides"):
+        strategy = rematic.RecomputeFSDPStrategy(activation_checkpointing_policy={nn.Linear})
+    assert not strategy._activation_checkpointing_kwargs
+
+
+def test_tensor_parallel_units_are_refused(runner: Runner) -> None:
+    strategy = rematic.RecomputeModelParallelStrategy(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 2: expected 1 \(or 'auto'\)"):
+        runner.fit(strategy=strategy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beside_the_callback_each_is_refused(runner: Runner, name: str) -> None:
+    callback = rematic.callbacks.AdaptiveRecompute(policy="keep")
+    trainer = runner.trainer(strategy=name, callbacks=[callback])
+    with pytest.raises(ValueError, match=f"with {NAMES[name]}: expected one of the two"):
+        callback.setup(trainer, trainer.lightning_module, "fit")
