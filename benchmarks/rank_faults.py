@@ -50,8 +50,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp-static": {"static_graph": True},
     "fsdp2": {},
 }
-PLACES = ("op", "unit", "forward", "loss", "backward")
-"""At one op; inside a unit's forward; and where only the whole step can answer."""
+PLACES = ("op", "unit", "forward", "loss", "backward", "optimizer", "torn")
+"""At one op; inside a unit's forward; where only the whole step can answer; at one op of the
+optimizer, with the retry at the op and without."""
 RANKS = ((0,), (1,), (0, 1))
 
 
@@ -155,9 +156,11 @@ def train(trial: Trial, rank: int, *, faulty: bool) -> dict[str, torch.Tensor]:
     model = Net(unused=trial.strategy == "ddp-unused")
     wrapped = _wrap(model, trial.strategy)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    op_retry = "auto" if trial.place == "op" else "never"
+    op_retry = "auto" if trial.place in ("op", "optimizer") else "never"
     recipe = Recipe(policy=PolicyConfig(op_retry=op_retry, trust=("*",)))
-    session = rematic.attach(model, optimizer, policy="keep", recipe=recipe) if faulty else None
+    session = None
+    if faulty:
+        session = rematic.attach(model, optimizer, policy="keep", recipe=recipe, budget="64GiB")
     torch.manual_seed(40 + rank)
     generator = torch.Generator().manual_seed(rank)
     for step in range(6):
@@ -175,13 +178,26 @@ def train(trial: Trial, rank: int, *, faulty: bool) -> dict[str, torch.Tensor]:
         with failing:
             run(x) if session is None else session.run(run, x)
         if last:
-            optimizer.step()
+            fails = faulty and _fails_in_update(trial, rank, step)
+            with _failing_update(trial.block) if fails else contextlib.nullcontext():
+                optimizer.step()
             optimizer.zero_grad()
     if session is not None:
         session.detach()
+        dist.barrier()  # as before a last checkpoint: the ranks must have come so far
     values = {name: _local(p) for name, p in model.named_parameters()}
     values |= {name: b.clone() for name, b in model.named_buffers()}
     return {**values, "generator": torch.get_rng_state()}
+
+
+def _fails_in_update(trial: Trial, rank: int, step: int) -> bool:
+    accumulated = range(step + 1 - trial.accumulate, step + 1)
+    in_update = trial.place in ("optimizer", "torn")
+    return in_update and any(trial.fails(rank, earlier) for earlier in accumulated)
+
+
+def _failing_update(block: int) -> SimulatedProbe:
+    return SimulatedProbe(fail_at_ops=[1 + 20 * block])  # at block 0 before anything has changed
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from rematic.activations import OpRetry, StepMeter
 from rematic.memory import is_out_of_memory
 from rematic.torn_step import OptimizerState
+from rematic.transaction import num_ranks
 
 Closure = Callable[[], Any]
 """Forward and backward, as an optimizer's step takes them; what it returns is passed through."""
@@ -119,7 +120,9 @@ class OptimizerBoundary:
         if self._on_torn is None or not is_out_of_memory(error):
             return None
         changed = before.changed()
-        return self._on_torn(self._optimizer, changed, error) if changed else None
+        # other ranks may have made this step: nobody may skip it here and go on
+        is_torn = bool(changed) or num_ranks() > 1
+        return self._on_torn(self._optimizer, changed, error) if is_torn else None
 
     def _call(self, closure: Closure | None, kwargs: dict[str, object]) -> object:
         return self._original(**kwargs) if closure is None else self._original(closure, **kwargs)

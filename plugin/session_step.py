@@ -18,7 +18,7 @@ from rematic.step_recovery import run_attempts
 from rematic.stop_snapshot import save_memory_snapshot
 from rematic.torn_step import torn_step_error
 from rematic.training_tensors import resident_bytes
-from rematic.transaction import num_ranks
+from rematic.transaction import abort_ranks, num_ranks
 
 if TYPE_CHECKING:
     from rematic.session import Session
@@ -172,6 +172,7 @@ class SessionStep:
                 "error": str(error).split("\n")[0],
             }
         )
+        abort_ranks()
         return stop
 
     def num_updates(self) -> int:

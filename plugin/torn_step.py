@@ -6,6 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+_REMEDY = (
+    "Resume from the last checkpoint, with `op_retry: always`, a smaller budget for activations or "
+    "an optimizer that allocates less (`fused=True`)."
+)
+
 
 class TornOptimizerStepError(RuntimeError):
     """An optimizer changed some parameters or their state and then ran out of memory.
@@ -39,15 +44,19 @@ def torn_step_error(names: Sequence[str], *, num_parameters: int) -> TornOptimiz
     It leaves out the words of the allocator, by which callers recognise what can be tried again.
 
     Args:
-        names: The parameters that were changed.
+        names: The parameters that were changed; none where only other ranks may have changed.
         num_parameters: How many the optimizer has.
     """
+    if not names:
+        return TornOptimizerStepError(
+            "the optimizer's step found no memory on this rank, where it has changed nothing yet; "
+            f"other ranks may have made theirs. {_REMEDY}"
+        )
     first = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     error = TornOptimizerStepError(
         f"the optimizer's step found no memory after it had changed {len(names)} of "
         f"{num_parameters} parameters or their state ({first}), and can neither be finished nor "
-        "undone. Resume from the last checkpoint, with `op_retry: always`, a smaller budget for "
-        "activations or an optimizer that allocates less (`fused=True`)."
+        f"undone. {_REMEDY}"
     )
     error.parameters = tuple(names)
     return error

@@ -242,3 +242,25 @@ def test_a_step_that_fails_before_it_changes_anything_passes_the_error_on() -> N
     with pytest.raises(torch.OutOfMemoryError), SimulatedProbe(fail_at_ops=[1, 2, 3]):
         optimizer.step()
     session.detach()
+
+
+def test_on_one_of_several_ranks_such_a_step_stops_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others may have made theirs: whoever skips the batch would train other weights."""
+    monkeypatch.setattr("rematic.optimizer_boundary.num_ranks", lambda: 2)
+    aborted: list[bool] = []
+    monkeypatch.setattr("rematic.session_step.abort_ranks", lambda: aborted.append(True))
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = rematic.attach(model, optimizer, policy="keep", budget="1GiB", probe=SimulatedProbe())
+    session.run(lambda x: model(x).backward(), make_input())
+    with (
+        pytest.raises(rematic.TornOptimizerStepError, match="no memory on this rank") as caught,
+        SimulatedProbe(fail_at_ops=[1, 2, 3]),
+    ):
+        optimizer.step()
+    assert not is_out_of_memory(caught.value)
+    assert caught.value.parameters == ()
+    assert aborted == [True]
+    session.detach()
