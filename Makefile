@@ -1,9 +1,10 @@
 # `make demo` and `make test` need Python and make; everything else they install into .venv.
 # Another interpreter: `make test PYTHON=python3.12`. Part of the tests:
-# `make pytest PYTEST_ARGS="-m 'not slow' tests/recipes"`.
+# `make pytest PYTEST_ARGS="-m 'not slow' tests/recipes"`; on more processes: `make test WORKERS=8`.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,7 +48,7 @@ typecheck: $(INSTALLED)
 	MYPYPATH=$(LINK_TREE) $(BIN)/mypy --strict -p rematic
 
 pytest: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) $(LINK_TREE) build dist *.egg-info
