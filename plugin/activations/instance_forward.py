@@ -41,6 +41,10 @@ class InstanceForward:
         """The signature of `forward`, without `self`."""
         return inspect.signature(self._original())
 
+    def known_module(self) -> nn.Module | None:
+        """Returns the module, None if it is gone."""
+        return self._module()
+
     def remove(self) -> None:
         """Takes itself away, or goes silent under somebody's wrapper; safe to call twice."""
         module, was_active = self._module(), self._active

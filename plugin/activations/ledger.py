@@ -42,8 +42,8 @@ class LedgerCounts:
     """Replays by name of unit."""
 
 
-Kind: TypeAlias = tuple[type, bool, bool]
-"""Class of a unit, whether it was training, whether it holds hooks that only look on."""
+Kind: TypeAlias = tuple[type, bool, int]
+"""Class of a unit, whether it was training, how many hooks it holds that only look on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Ledger:
 
     def resident_bytes(self) -> int:
         """Returns the bytes that evicting every record would let go."""
-        return sum(record.own_bytes() for record in self.records() if record.pinned is None)
+        return sum(record.own_bytes() for record in self.records() if record.is_evictable)
 
     def evict(self, num_bytes: int, *, spare_active: bool = False) -> Eviction:
         """Evicts records, most bytes per recompute second first, until `num_bytes` are free.
@@ -179,7 +179,7 @@ class Ledger:
 
     def _in_order(self, *, spare_active: bool) -> list[Record]:
         sizes = [(record, record.own_bytes()) for record in self.records()]
-        held = [(record, size) for record, size in sizes if size and record.pinned is None]
+        held = [(record, size) for record, size in sizes if size and record.is_evictable]
         others = [(r, size) for r, size in held if r.serial != self._active_serial]
         if spare_active and (others or any(record.num_replays for record, _ in held)):
             held = others

@@ -74,6 +74,7 @@ class ModuleWalk:
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
+        self._inner: list[nn.Module] = []
         self._objects: frozenset[str] | None = None
 
     def through(
@@ -93,11 +94,16 @@ class ModuleWalk:
                 )
                 for path, part in root.named_modules()
             ]
+            self._inner = [part.module for part in self._parts if part.module is not None]
         for part in self._parts:
             module = root if part.module is None else part.module
             if part.plain is None or not part.plain.stand(module.__dict__):
                 part.plain = plain_attributes(module.__dict__, prefix=part.prefix, objects=objects)
             yield part, module
+
+    def inner_modules(self) -> list[nn.Module]:
+        """Returns the modules inside the unit as they were when it was last walked."""
+        return self._inner
 
     def _stands(self, root: nn.Module) -> bool:
         for part in self._parts:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from rematic.activations.torch_private import GLOBAL_HOOKS
+
 _KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -23,6 +25,8 @@ class Observers:
     def __init__(self) -> None:
         self._silent: set[int] = set()
         self._acting: set[int] = set()
+        # Those that were watched, whether they ran or not.
+        self._met: set[int] = set()
         self._around: weakref.ref[nn.Module] | None = None
 
     def take_own_hooks(self, module: nn.Module, is_inside: bool) -> None:
@@ -35,6 +39,15 @@ class Observers:
         if is_inside:
             found = {n for kind in _KINDS for n in module.__dict__[kind]}
             self._silent |= found - self._acting
+
+    def has_unknown(self, parts: Sequence[nn.Module]) -> bool:
+        """Returns whether a hook may run that was never watched."""
+        places = [(home, kind) for home, kind in GLOBAL_HOOKS if home[kind]]
+        for part in parts:  # before every call: mostly there are none
+            home = part.__dict__
+            if home["_forward_hooks"] or home["_forward_pre_hooks"]:
+                places += [(home, kind) for kind in _KINDS]
+        return any(number not in self._met for home, kind in places for number in home[kind])
 
     @contextlib.contextmanager
     def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
@@ -56,12 +69,17 @@ class Observers:
         self._acting |= self._silent
         self._silent.clear()
 
+    def num_present(self, parts: Sequence[nn.Module]) -> int:
+        """Returns how many hooks that stand on modules now are left out."""
+        return sum(n in self._silent for home, kind in _places(parts) for n in home[kind])
+
     @property
     def num_silent(self) -> int:
         """How many hooks are left out."""
         return len(self._silent)
 
     def _watched(self, hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+        self._met.update(hooks)
         return OrderedDict((number, self._watch(number, hook)) for number, hook in hooks.items())
 
     def _watch(self, number: int, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,10 +103,16 @@ def _exchanged(
     parts: Sequence[nn.Module], change: Callable[[OrderedDict[int, Any]], OrderedDict[int, Any]]
 ) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for part in parts:
-            for kind in _KINDS:
-                hooks = part.__dict__[kind]
-                if hooks:
-                    stack.callback(part.__dict__.__setitem__, kind, hooks)
-                    part.__dict__[kind] = change(hooks)
+        for home, kind in _places(parts):
+            hooks = home[kind]
+            if hooks:
+                stack.callback(home.__setitem__, kind, hooks)
+                home[kind] = change(hooks)
         yield
+
+
+def _places(parts: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
+    yield from GLOBAL_HOOKS
+    for part in parts:
+        for kind in _KINDS:
+            yield part.__dict__, kind

@@ -181,6 +181,15 @@ class Record:
         """Returns the holders that autograd still needs."""
         return [holder for ref in self.holders if (holder := ref()) is not None]
 
+    @property
+    def is_evictable(self) -> bool:
+        """Whether a replay could give back what an eviction takes."""
+        return (
+            self.pinned is None
+            and not self.arguments.mutated_positions()  # `x += unit(x)`
+            and self.module_state.changed_tensor() is None
+        )
+
     def own_bytes(self) -> int:
         """Returns the bytes held: distinct storages in memory, external ones not counted."""
         return sum(nbytes for _, nbytes in self._own_storages())
@@ -189,9 +198,9 @@ class Record:
         """Lets go of every own tensor and returns the bytes whose storage died, measured.
 
         What something else still holds (an output used outside, autocast's weight copies) does not
-        count. A record that is pinned or being replayed is left alone.
+        count. A record that cannot be replayed (any more), or is being replayed, is left alone.
         """
-        if self.pinned is not None or self.busy or not self.lock.acquire(blocking=False):
+        if self.busy or not self.is_evictable or not self.lock.acquire(blocking=False):
             return 0
         try:
             storages = self._own_storages()

@@ -44,6 +44,11 @@ class Routing:
         """Whether replays leave routers out where nothing but their results is needed."""
         self._forwards = [InstanceForward(router, _around_router) for router in routers]
 
+    def modules(self) -> set[nn.Module]:
+        """Returns the routers and what is inside of them."""
+        routers = [forward.known_module() for forward in self._forwards]
+        return {part for router in routers if router is not None for part in router.modules()}
+
     def remove(self) -> None:
         """Gives every router its own `forward` back."""
         for forward in reversed(self._forwards):

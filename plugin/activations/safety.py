@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from rematic.activations.hidden_stash import find_hidden_stash
+from rematic.activations.ledger import Verdict
 from rematic.activations.module_state import version_of
 from rematic.activations.record import Record
 from rematic.activations.replay import EveryHolderFilled, ReplayError, check_slot, run_again
+from rematic.activations.routing import Routing
 from rematic.memory import is_out_of_memory
+
+
+def judge(record: Record, routing: Routing | None, *, is_compiled: bool) -> Verdict:
+    """Replays a unit and says what that shows of all of its kind.
+
+    Args:
+        record: A record that still holds everything.
+        routing: Its routers, None if it has none.
+        is_compiled: Whether it runs compiled code.
+
+    Raises:
+        RuntimeError: If memory runs out, which proves nothing.
+    """
+    num_silent = record.observers.num_silent
+    reason = objection(record)
+    if reason is not None and routing is not None and routing.may_skip:
+        routing.may_skip = False  # its block may read what it leaves on itself
+        reason = objection(record)
+    hooks_act = record.observers.num_silent < num_silent
+    # decisions of routers are kept as leaves: a graph made again would end at them
+    measurable = reason is None and routing is None and not is_compiled
+    hidden = find_hidden_stash(record) if measurable else None
+    return Verdict(objection=reason, hooks_act=hooks_act, hidden=hidden)
 
 
 def objection(record: Record) -> str | None:

@@ -21,6 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 COMPILED_CALL = "_compiled_call_impl"
 """Where `module.compile()` leaves what a call of the module runs."""
+_OF_ALL_MODULES: dict[str, Any] = vars(torch.nn.modules.module)
+GLOBAL_HOOKS = tuple(
+    (_OF_ALL_MODULES, kind)
+    for kind in ("_global_forward_pre_hooks", "_global_forward_hooks")
+    if isinstance(_OF_ALL_MODULES.get(kind), dict)
+)
+"""Where the hooks stand that `register_module_forward_hook` and its like put on every module."""
 _KEPT_OUT: set[str] = set()
 _callback_of_compiler: Callable[[], Any] = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
@@ -31,6 +38,7 @@ _HAS_CUDA = bool(torch.version.cuda or torch.version.hip)
 
 T = TypeVar("T")
 _peek_transforms = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+_hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
@@ -98,6 +106,11 @@ def has_outer_saved_tensor_hooks() -> bool:
     """Returns whether somebody else's default saved-tensor hooks are active (`save_on_cpu`)."""
     # True: do not skip hooks which the tracer has put aside.
     return _top_hooks is not None and _top_hooks(True) is not None
+
+
+def saved_tensor_hooks_are_refused() -> bool:
+    """Returns whether `torch.autograd.graph.disable_saved_tensors_hooks` is open."""
+    return not _hooks_allowed()
 
 
 def sdpa_priority_order() -> list[int] | None:

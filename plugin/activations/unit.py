@@ -15,10 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
 from rematic.activations.compiled import is_compiled
+from rematic.activations.functions_inside import host_generators_of
 from rematic.activations.graphless import Call, Parted, joined
-from rematic.activations.hidden_stash import HiddenStash, find_hidden_stash
+from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.key_value_cache import without_empty_caches
-from rematic.activations.ledger import Ledger, Verdict
+from rematic.activations.ledger import Ledger
 from rematic.activations.module_state import ModuleState
 from rematic.activations.module_walk import ModuleWalk
 from rematic.activations.nested import ContainerContents
@@ -26,8 +27,9 @@ from rematic.activations.notices import Notice
 from rematic.activations.observers import Observers
 from rematic.activations.record import Record
 from rematic.activations.routing import RoutedBody, Routing
-from rematic.activations.safety import objection
+from rematic.activations.safety import judge
 from rematic.activations.selective import OpSelection, SelectiveCache
+from rematic.activations.surroundings import Surroundings
 from rematic.activations.tiling import Tiling
 from rematic.activations.unit_forward import UnitForward, recording_state
 from rematic.activations.wrappers import unwrapped
@@ -79,6 +81,12 @@ class Unit:
         # Names of the tensors and objects that forward changes, in training and in evaluation.
         self._mutable: dict[bool, frozenset[str]] = {}
         self._notes: set[str] = set()
+        # Modes (training or not) in which a call was checked, was seen to change nothing that lies
+        # outside, was seen to change something.
+        self._checked: set[bool] = set()
+        self._surveyed: set[bool] = set()
+        self._changes: set[bool] = set()
+        self._watches_hooks = True
         self._forward = UnitForward(self, module)
 
     @property
@@ -108,6 +116,9 @@ class Unit:
         if module is not self._module():
             self._module = weakref.ref(module)
             self._mutable.clear()
+            self._checked.clear()
+            self._surveyed.clear()
+            self._changes.clear()
             self._walk = ModuleWalk()
             self.pinned, self.graphless = None, False
         self._forward = UnitForward(self, module)
@@ -133,7 +144,9 @@ class Unit:
         """Runs one call, and again if memory runs out and evicting others helps."""
         args, kwargs, filled_cache = without_empty_caches(args, kwargs)
         given = ContainerContents((*args, *kwargs.values()))
-        held = self.starts_held or self.unmeasured or self._is_first_call
+        self._meet_new_hooks()
+        surroundings = self._surroundings((args, kwargs)) if not filled_cache else None
+        held = self.starts_held or self.unmeasured or self._is_first_call or self._awaits_check
         while True:
             record = None
             try:
@@ -149,7 +162,7 @@ class Unit:
                 before = None if record is None else (record.module_state, record.ambient)
                 wanted = requested_bytes(error)
             else:
-                self._close(record)
+                self._close(record, surroundings)
                 return output
             # outside `except`: the failed attempt is freed before anything is tried again
             del record
@@ -203,7 +216,7 @@ class Unit:
         if filled_cache:
             record.pinned = "it was given a filled key/value cache"
             self.note_once(f"its activations are kept in this call: {record.pinned}")
-        elif self.pinned is None and self._is_first_call:
+        elif self.pinned is None and (self._is_first_call or self._awaits_check):
             record.pinned = _FIRST_CALL
         else:
             record.pinned = self.pinned
@@ -227,7 +240,7 @@ class Unit:
         hooks = saved_tensors_hooks(record.pack, self.ledger.unpack)
         recording_state.recording = True
         try:
-            if record.cache is None and not self._is_first_call:
+            if record.cache is None and not self._watches_hooks:
                 with hooks:
                     output = record.forward(*args, **kwargs)
             else:
@@ -242,28 +255,31 @@ class Unit:
         stack = contextlib.ExitStack()
         if record.cache is not None:
             stack.enter_context(record.cache.recording())
-        if self._is_first_call:
+        if self._watches_hooks:
             self._observers.take_own_hooks(self.module, self._forward.is_around_hooks)
             modules = record.module_state.inner_modules()
             stack.enter_context(self._observers.watching(modules))
         return stack
 
-    def _close(self, record: Record) -> None:
-        first = self._is_first_call
+    def _close(self, record: Record, surroundings: Surroundings | None) -> None:
+        first, awaited = self._is_first_call, self._awaits_check
         if first:
-            self._mutable[self.module.training] = record.module_state.changed_names()
+            kinds = set(map(type, self.module.modules()))
+            named = frozenset().union(*map(host_generators_of, kinds))
+            self._mutable[self.module.training] = record.module_state.changed_names() | named
         record.module_state.leave_graphs()
         if record.pinned == _FIRST_CALL:
             record.pinned = None
         if record.arguments.mutated_positions():
             self._pin(record, "it changes its input in place. Clone the input inside the unit")
-        elif first and record.pinned is None and record.num_slots and not self.trusted:
-            self._check(record)
+        elif awaited and record.pinned is None:
+            self._check_after(record, None if surroundings is None else surroundings.change())
         if record.cache is not None and not record.cache.is_usable():
             record.cache = None
         if self.ledger.after_forward is not None:
             self.ledger.after_forward(record)
-        if (first or self.unmeasured) and not self.starts_held and record.pinned is None:
+        starts_evicted = not self.starts_held and record.pinned is None
+        if starts_evicted and (first or self.unmeasured or awaited):
             record.let_go()
         if self.stash is not None:
             self._move(record, self.stash)
@@ -282,18 +298,51 @@ class Unit:
         # outside `except`: what is recomputed instead needs no place
         record.evict()
 
+    @property
+    def _awaits_check(self) -> bool:
+        """Whether its calls (in this mode) have to show first that they can be replayed."""
+        return (
+            not self.trusted and self.pinned is None and self.module.training not in self._checked
+        )
+
+    def _meet_new_hooks(self) -> None:
+        """Watches hooks that were registered since they were watched, and checks once more."""
+        is_new = self._observers.has_unknown(self._walk.inner_modules())
+        if is_new:
+            self._checked.discard(self.module.training)
+        self._watches_hooks = is_new or self._is_first_call
+
+    def _surroundings(self, call: Call) -> Surroundings | None:
+        if not self._awaits_check or self.module.training in self._surveyed:
+            return None
+        routers = () if self.routing is None else self.routing.modules()
+        return Surroundings(self.module, call, left_out=routers)
+
+    def _check_after(self, record: Record, changed: str | None) -> None:
+        """Checks a unit that changed nothing outside of itself, or not for the second time."""
+        training = self.module.training
+        if changed is None or not record.num_slots:
+            self._checked.add(training)
+            self._surveyed.add(training)
+            if record.num_slots:
+                self._check(record)
+        elif training not in self._changes:  # a cache is filled once
+            self._changes.add(training)
+            record.pinned = f"it changed {changed}"
+            self.note_once(f"its activations are kept in this call: {record.pinned}")
+        else:
+            self._checked.add(training)
+            self._refuse(
+                record, f"its forward changes {changed}, which a replay would change again"
+            )
+
     def _check(self, record: Record) -> None:
-        num_silent = self._observers.num_silent
-        kind = (type(unwrapped(self.module)), self.module.training, num_silent > 0)
+        num_hooks = self._observers.num_present(record.module_state.inner_modules())
+        kind = (type(unwrapped(self.module)), self.module.training, num_hooks)
         verdicts = self.ledger.verdicts
         if kind not in verdicts:
             try:
-                reason = self._objection(record)
-                hooks_act = self._observers.num_silent < num_silent
-                # decisions of routers are kept as leaves: a graph made again would end at them
-                measurable = reason is None and self.routing is None and not self.is_compiled
-                hidden = find_hidden_stash(record) if measurable else None
-                verdicts[kind] = Verdict(objection=reason, hooks_act=hooks_act, hidden=hidden)
+                verdicts[kind] = judge(record, self.routing, is_compiled=self.is_compiled)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -304,8 +353,7 @@ class Unit:
         if verdict.hidden is not None and verdict.hidden.matters:
             self._take_note_of(verdict.hidden)
         if verdict.objection is not None:
-            reason = verdict.objection.rstrip(".")
-            self._pin(record, f"{reason}. If you know better, name it in `policy.trust`")
+            self._refuse(record, verdict.objection)
 
     def _take_note_of(self, hidden: HiddenStash) -> None:
         self.graphless = hidden.is_closed
@@ -320,12 +368,9 @@ class Unit:
         _log.info("unit %r: %s", self.name, text)
         self.tell("hidden_stash", text, figures)
 
-    def _objection(self, record: Record) -> str | None:
-        reason = objection(record)
-        if reason is not None and self.routing is not None and self.routing.may_skip:
-            self.routing.may_skip = False  # its block may read what it leaves on itself
-            reason = objection(record)
-        return reason
+    def _refuse(self, record: Record, objection: str) -> None:
+        reason = objection.rstrip(".")
+        self._pin(record, f"{reason}. If you know better, name it in `policy.trust`")
 
     def _pin(self, record: Record, reason: str) -> None:
         record.pinned = reason.split(". ")[0]

@@ -120,6 +120,8 @@ def is_recording() -> bool:
 def _pass_through_reason() -> str | None:
     if torch_private.inside_function_transform():
         return "torch.func transforms refuse saved-tensor hooks"
+    if torch_private.saved_tensor_hooks_are_refused():
+        return "disable_saved_tensors_hooks is open around it"
     if torch_private.inside_forward_ad():
         return "the tangents of forward-mode differentiation are not there in a replay"
     if torch_private.parametrizations_are_cached():

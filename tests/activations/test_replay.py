@@ -159,6 +159,30 @@ def test_an_input_changed_before_backward_is_refused_as_in_plain_torch(kept: boo
             loss.backward()
 
 
+def test_a_record_whose_input_has_changed_is_not_evicted() -> None:
+    """`x += unit(x)`, where plain autograd needs nothing of x, fails under no eviction either."""
+
+    class Adds(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * 2)
+
+    def run(model: nn.Module) -> torch.Tensor:
+        x = make_input().clone()
+        for block in model.blocks:
+            x += block(x)
+        return x.pow(2).sum()
+
+    plain, model = make_model(Adds), make_model(Adds)
+    run(plain).backward()
+    with attached(model, kept=True) as engine:
+        loss = run(model)
+        held = engine.ledger.resident_bytes()
+        eviction = engine.ledger.evict(1 << 40)
+        assert (eviction.bytes_freed, held) == (0, 0)
+        loss.backward()
+    assert all(map(same_bits, gradients(model), gradients(plain)))
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
 def test_a_tensor_found_outside_and_changed_before_backward_is_refused(kept: bool) -> None:
     positions = make_input()

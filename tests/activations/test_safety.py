@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from rematic.activations import Engine, ReplayError
 from rematic.policy import Plan, Recompute
@@ -147,6 +148,25 @@ class TestHooks:
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
         # forward, the safety check, the look for hidden tensors, the replay
         assert calls[kind] == 4
+
+    @pytest.mark.parametrize("everywhere", [False, True], ids=["inside", "of all modules"])
+    def test_a_hook_that_comes_later_sees_each_forward_once(self, everywhere: bool) -> None:
+        _, model, engine = self.hooked("forward_hook", lambda args, output: None)
+        model(torch.randn(4, 6)).sum().backward()
+        inner = model[0][1][2]
+        calls: Counter[nn.Module] = Counter()
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            calls[module] += 1
+
+        register = register_module_forward_hook if everywhere else inner.register_forward_hook
+        handle = register(hook)
+        for _ in range(3):
+            model(torch.randn(4, 6)).sum().backward()
+        handle.remove()
+        assert calls[inner] == 3
+        assert set(calls.values()) == {3}
+        assert engine.ledger.counts.replays.total() == 8
 
     def test_a_silent_hook_that_acts_on_its_module_is_found_out(self) -> None:
         """As ZeRO-3 does, which gathers weights in one hook and lets them go in another."""

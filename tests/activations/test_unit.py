@@ -199,6 +199,18 @@ def test_a_unit_inside_a_transform_is_passed_through(caplog: pytest.LogCaptureFi
     assert "unit 'blocks.0': not managed in this call: torch.func transforms" in caplog.text
 
 
+def test_a_unit_where_hooks_are_refused_is_passed_through(caplog: pytest.LogCaptureFixture) -> None:
+    plain, model = make_model(), make_model()
+    plain(make_input()).backward()
+    with caplog.at_level(logging.WARNING, "rematic"), attached(model, kept=False) as engine:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            loss = model(make_input())
+        loss.backward()
+        assert engine.units[0].num_forwards == 0
+    assert all(map(same_bits, gradients(model), gradients(plain)))
+    assert "'blocks.0': not managed in this call: disable_saved_tensors_hooks" in caplog.text
+
+
 def test_a_unit_under_the_hooks_of_others_is_passed_through(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
