@@ -22,7 +22,7 @@ from rematic.activations.tiling import Tiling
 from rematic.activations.unit import Unit
 from rematic.activations.unit_forward import UnitForward
 from rematic.activations.units import find_units
-from rematic.activations.wrappers import module_at, unwrapped
+from rematic.activations.wrappers import class_name, module_at, unwrapped
 from rematic.policy import (
     DEFAULT_SAVED,
     Action,
@@ -52,7 +52,7 @@ class Engine:
         refuse_idle_patterns(model, routers)
         found = find_units(model, patterns, routers=routers)
         refuse_compiled_around(model, [name for name, _ in found])
-        self.classes = {name: type(unwrapped(module)).__name__ for name, module in found}
+        self.classes = {name: class_name(module) for name, module in found}
         trusted = {name for pattern in trust for name in match_names(pattern, self.classes)}
         self._owners = OtherOwners(model, dict(found))
         self.ledger = Ledger()
@@ -92,7 +92,7 @@ class Engine:
             unit.follow(module)
             self._bind_routers(unit)
             if not same:
-                self.classes[unit.name] = type(unwrapped(module)).__name__
+                self.classes[unit.name] = class_name(module)
                 self._selections.clear()
                 self._tilings.clear()
             unit.note_once(

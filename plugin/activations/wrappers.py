@@ -21,6 +21,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def class_name(module: nn.Module) -> str:
+    """Returns the name of a module's class; `fully_shard` has put one of its own before it."""
+    cls = type(unwrapped(module))
+    if [base.__name__ for base in cls.__bases__[:1]] == ["FSDPModule"]:
+        cls = cls.__bases__[1]
+    return cls.__name__
+
+
 def module_at(model: nn.Module, name: str) -> nn.Module | None:
     """Returns the module that a qualified name leads to now, None if there is none any more.
 

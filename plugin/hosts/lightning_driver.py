@@ -26,6 +26,7 @@ from rematic.hosts.lightning_recovery import (
     advise_on_evaluation,
     save_emergency_checkpoint,
 )
+from rematic.hosts.progress_figures import progress_figures
 from rematic.journal import EventSink
 from rematic.memory import HostProbe, Probe, is_out_of_memory
 from rematic.memory.storages import storages_of
@@ -67,6 +68,7 @@ class LightningDriver:
         self._makes_probe = probe is None or isinstance(probe, str)
         self._module: pl.LightningModule | None = None
         self._log: InstanceMethod | None = None
+        self._bar: InstanceMethod | None = None
         self._covered: list[torch.optim.Optimizer] = []
         self._is_open = False
         self._recovery: LightningRecovery | None = None
@@ -107,6 +109,10 @@ class LightningDriver:
         self.session = session
         self._module = module
         self._log = InstanceMethod(module, "log", _log_once)
+        bar = module.trainer.progress_bar_callback
+        if bar is not None:
+            show = functools.partial(_with_figures, session)
+            self._bar = InstanceMethod(bar, "get_metrics", show)
 
     def detach(self) -> None:
         """Leaves the module and the optimizers as they were; safe to call at any time."""
@@ -114,8 +120,11 @@ class LightningDriver:
         if self.session is None or self._log is None:
             return
         self._log.remove()
+        if self._bar is not None:
+            self._bar.remove()
         self.session.detach()
-        self._module, self._log, self._covered, self._is_open = None, None, [], False
+        self._module, self._log, self._bar = None, None, None
+        self._covered, self._is_open = [], False
 
     def training_step(
         self,
@@ -241,3 +250,9 @@ def _log_once(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     # A unit that logs would do so again when it is replayed in backward, where Lightning refuses.
     if not replaying():
         log(*args, **kwargs)
+
+
+def _with_figures(
+    session: Session, get_metrics: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    return {**get_metrics(*args, **kwargs), **progress_figures(session)}

@@ -231,7 +231,8 @@ class Runner:
         if not isinstance(module, pl.LightningModule):
             module = module()
         trainer = trainer or self.trainer(**options)
-        loader = loader_of_batches()
+        brings_data = type(module).train_dataloader is not pl.LightningModule.train_dataloader
+        loader = None if brings_data else loader_of_batches()
         trainer.fit(module, loader, loader if validation else None, ckpt_path=ckpt_path)
         notes = trainer.logger.metrics if isinstance(trainer.logger, Notes) else []
         return Fitted(

@@ -134,6 +134,7 @@ def compare(
         "same": found.keys() == wanted.keys()
         and all(torch.equal(found[key], wanted[key]) for key in wanted),
         "same_generator": torch.equal(generator, torch.get_rng_state()),
+        "classes": sorted(set(session.unit_classes.values())),
         "plan": session.last_step.plan,
         "micro_batches": session.num_steps,
         "replays": [int(row.split()[4]) for row in session.report().splitlines()[3:6]],

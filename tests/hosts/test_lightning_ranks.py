@@ -54,6 +54,7 @@ def test_ranks_with_different_policies_end_as_the_plain_fit(ranks: Any, kind: st
         assert rank["same"]
         assert rank["same_generator"]
         assert rank["micro_batches"] == 6
+        assert rank["classes"] == ["Block"]
         assert rank["left"] == rank["pending"] == 0
     assert keeps["sum"] == recomputes["sum"]
     assert keeps["plan"] == {"keep": 3}
