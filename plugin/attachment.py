@@ -29,7 +29,8 @@ from rematic.recipes import (
     parse_budget,
     recipe_from_config,
 )
-from rematic.session import Session, SessionSettings
+from rematic.session import Session
+from rematic.session_settings import SessionSettings
 from rematic.supervisor import LADDER_NAMES, Supervision
 from rematic.training_tensors import existing_bytes
 

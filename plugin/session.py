@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,81 +12,34 @@ from torch import nn
 from rematic import control
 from rematic.activations import Engine, Notice, OpRetry
 from rematic.batch_shape import BatchShape
-from rematic.control import Costs, History, HistoryEntry, StepDecision, StepRequest, StopReport
-from rematic.journal import EventSink
+from rematic.control import Costs, History, StepDecision, StepRequest, StopReport
 from rematic.memory import MemorySnapshot, Probe, is_out_of_memory
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
 from rematic.optimizer_relief import OptimizerRelief
 from rematic.policy import (
-    LADDER,
     Plan,
     Policy,
     Recompute,
     policy_named,
-    policy_to_plain,
     resolve,
 )
+from rematic.policy_changes import MakeHistory, PolicyChanges
+from rematic.session_events import attach_event, notice_event, stop_event
 from rematic.session_report import format_session_report
+from rematic.session_settings import SessionSettings
+from rematic.session_state import SavedSession, damaged, read_saved_session
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction
 from rematic.step_record import StepRecord
 from rematic.step_recovery import StepRecovery, begin_recovery, with_room
-from rematic.supervisor import Supervision, Supervisor
+from rematic.supervisor import Supervisor
 from rematic.training_tensors import gradient_bytes, pending_gradient_bytes
 from rematic.transaction import ChangingState
 from rematic.untrained_parameters import tell_of_untrained
 
 B = TypeVar("B")
 T = TypeVar("T")
-STATE_VERSION = 1
-"""Version of what `state_dict` returns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    """What a session keeps to."""
-
-    budget_bytes: int | None
-    """Bytes that may be in use on the device; None without a limit."""
-
-    reserve: float
-    """Share of the budget that plans leave unused."""
-
-    op_retry: Literal["auto", "always", "never"]
-    """When a failed op is run again; `auto`: on steps that are predicted risky."""
-
-    batch_shape: Callable[[object], BatchShape]
-    """Reads the shape of a batch."""
-
-    journal: EventSink
-    """Takes the decisions."""
-
-    allow_lossy: bool = False
-    """Whether a policy that loses precision may be switched to."""
-
-    attempts: int = 4
-    """Tries of one micro-batch, the first included."""
-
-    allow_split: bool = False
-    """Whether a try may split the batch, which adds up in another order."""
-
-    supervision: Supervision = field(default_factory=Supervision)
-    """How policies may change without being asked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Change:
-    """A change of policy that was asked for and waits for a boundary."""
-
-    event: str
-    """Its kind in the journal."""
-
-    reason: str
-    """Why."""
-
-    make: Callable[[History, int], History]
-    """Returns the history after it, given the one before it and the number of the micro-batch."""
 
 
 class Session:
@@ -125,25 +77,23 @@ class Session:
         where it is."""
         self._step: OpenStep | None = None
         self._asked: StepRequest | None = None
-        self._pending: list[_Change] = []
-        self._at_boundary = True
-        self._actions = resolve(policy, engine.classes)
-        entry = HistoryEntry(policy=policy, step=0, reason="the first policy")
-        self._history = History(entries=(entry,))
-        self._plan = Plan(actions=tuple(action or Recompute() for action in self._actions))
+        self._policies = PolicyChanges(policy, engine.classes, settings.journal.write)
+        self._plan = Plan(actions=tuple(a or Recompute() for a in self._policies.actions))
         engine.apply(self._plan)
         self._boundaries: list[OptimizerBoundary] = []
         self.supervisor = Supervisor(self, settings.supervision)
         """Lets the controller see every step."""
         engine.ledger.at_notice = self.write_notice
-        self._write_attach()
+        settings.journal.write(
+            attach_event(engine, probe, policy, budget_bytes=settings.budget_bytes)
+        )
         engine.tell_beginning()
         self.add_optimizers(*optimizers)
 
     @property
     def policy(self) -> Policy:
         """The policy in force."""
-        return self._history.current
+        return self._policies.history.current
 
     @property
     def plan(self) -> Plan:
@@ -153,7 +103,7 @@ class Session:
     @property
     def history(self) -> History:
         """The policies so far, the one in force last."""
-        return self._history
+        return self._policies.history
 
     @property
     def costs(self) -> Costs:
@@ -272,7 +222,7 @@ class Session:
         self, shape: BatchShape, decision: StepDecision, before: MemorySnapshot, *, armed: bool
     ) -> None:
         self._plan = decision.plan
-        self._at_boundary = False
+        self._policies.at_boundary = False
         mode = self.settings.op_retry
         self._step = OpenStep(
             self._engine,
@@ -291,7 +241,7 @@ class Session:
         step = self._close_step()
         outcome = step.outcome()
         self._costs = control.learn(self._costs, outcome)
-        record = step.record(self._history, budget_bytes=self.budget_bytes)
+        record = step.record(self._policies.history, budget_bytes=self.budget_bytes)
         self.last_step = record
         if self.num_steps == 0 and self._num_updates == 0:  # an optimizer may drop gradients
             tell_of_untrained(self.model, self.write_notice)
@@ -313,15 +263,7 @@ class Session:
             return
         step = self._close_step()
         if error is not None and is_out_of_memory(error):
-            event = {
-                "event": "stop",
-                "step": step.number,
-                "reason": "out of memory, and nothing was left to evict",
-                "report": f"{type(error).__name__}: {error}",
-                "batch": step.shape.batch,
-                "length": step.shape.length,
-            }
-            self.settings.journal.write(event)
+            self.settings.journal.write(stop_event(step, error))
 
     def evict(self, num_bytes: int) -> int:
         """Frees at least so many bytes now if records hold them; returns the bytes freed."""
@@ -366,29 +308,24 @@ class Session:
 
     def report(self) -> str:
         """Returns a table of what was declared and what was measured, unit by unit."""
-        return format_session_report(self._engine, self.policy, self._actions, self.last_step)
+        return format_session_report(
+            self._engine, self.policy, self._policies.actions, self.last_step
+        )
 
     def write_notice(self, notice: Notice) -> None:
         """Writes to the journal what was found out about a unit."""
-        event = {
-            "event": "notice",
-            "step": self.num_steps,
-            "unit": notice.unit,
-            "kind": notice.kind,
-            "text": notice.text,
-        }
-        self.settings.journal.write({**event, "figures": dict(notice.figures)})
+        self.settings.journal.write(notice_event(notice, step=self.num_steps))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns policy, history and learned costs in plain types."""
-        return {
-            "version": STATE_VERSION,
-            "units": list(self._engine.classes),
-            "num_steps": self.num_steps,
-            "history": control.history_to_plain(self._history),
-            "costs": control.costs_to_plain(self._costs),
-            "control": self.supervisor.state_dict(),
-        }
+        saved = SavedSession(
+            units=tuple(self._engine.classes),
+            num_steps=self.num_steps,
+            history=self._policies.history,
+            costs=self._costs,
+            controller=self.supervisor.state_dict(),
+        )
+        return saved.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up the state that `state_dict` returned, before the first step.
@@ -396,31 +333,14 @@ class Session:
         Raises:
             ValueError: If the state is damaged, or of another version or another model.
         """
-        version, units = state.get("version"), list(self._engine.classes)
-        if version != STATE_VERSION:
-            raise ValueError(
-                f"the saved state has version {version!r}: expected {STATE_VERSION}. Resume with "
-                "the version of rematic that wrote it, or start without its state."
-            )
-        saved = list(state.get("units", []))
-        if saved != units:
-            raise ValueError(
-                f"the saved state is of another model: it has {len(saved)} units "
-                f"({_span(saved)}), this one {len(units)} ({_span(units)}). Resume with "
-                "the model that was saved, or start without its state."
-            )
-        try:
-            history = control.history_from_plain(state["history"])
-            costs, num_steps = control.costs_from_plain(state["costs"]), int(state["num_steps"])
-            if "control" in state:  # older states have none
-                self.supervisor.load_state_dict(state["control"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"the saved state is damaged ({type(error).__name__}: {error}): expected what "
-                "`state_dict` returned. Resume from another checkpoint, or start without its state."
-            ) from error
-        self._history, self._costs, self.num_steps = history, costs, num_steps
-        self._actions = resolve(self.policy, self._engine.classes)
+        saved = read_saved_session(state, units=list(self._engine.classes))
+        if saved.controller is not None:
+            try:
+                self.supervisor.load_state_dict(saved.controller)
+            except (KeyError, TypeError) as error:
+                raise damaged(error) from error
+        self._costs, self.num_steps = saved.costs, saved.num_steps
+        self._policies.take_up(saved.history)
 
     def detach(self) -> None:
         """Restores the model and the optimizers as they were; safe to call twice."""
@@ -437,7 +357,7 @@ class Session:
             tokens=shape.tokens,
             length=shape.length,
             unit_classes=tuple(self._engine.classes.values()),
-            actions=self._actions,
+            actions=self._policies.actions,
             in_use_bytes=in_use_bytes,
             pending_gradient_bytes=pending_gradient_bytes(self._parameters),
             budget_bytes=self.budget_bytes,
@@ -467,51 +387,11 @@ class Session:
         meter = None if self._step is None else self._step.meter
         return OptimizerGuard(retry if covered else None, meter)
 
-    def _ask(self, event: str, reason: str, make: Callable[[History, int], History]) -> None:
-        """Changes the history at the next boundary; refuses at once what could not be done then."""
-        change = _Change(event=event, reason=reason, make=make)
-        history = self._history
-        for earlier in (*self._pending, change):
-            history = earlier.make(history, self.num_steps)
-        self._pending.append(change)
-        if self._at_boundary:
+    def _ask(self, event: str, reason: str, make: MakeHistory) -> None:
+        self._policies.ask(event, reason, make, step=self.num_steps)
+        if self._policies.at_boundary:
             self._pass_boundary()
 
     def _pass_boundary(self) -> None:
-        self._at_boundary = True
-        pending, self._pending = self._pending, []
-        for change in pending:
-            before = self.policy
-            self._history = change.make(self._history, self.num_steps)
-            self._actions = resolve(self.policy, self._engine.classes)
-            self._write_change(change.event, before=before, reason=change.reason)
+        self._policies.pass_boundary(step=self.num_steps)
         self.supervisor.at_boundary()
-
-    def _write_change(self, event: str, *, before: Policy, reason: str) -> None:
-        self.settings.journal.write(
-            {
-                "event": event,
-                "from": before.name,
-                "to": self.policy.name,
-                "step": self.num_steps,
-                "reason": reason,
-                "policy": policy_to_plain(self.policy),
-            }
-        )
-
-    def _write_attach(self) -> None:
-        self.settings.journal.write(
-            {
-                "event": "attach",
-                "units": list(self._engine.classes),
-                "budget_bytes": self.budget_bytes,
-                "capacity_bytes": self.probe.snapshot().capacity_bytes,
-                "probe": self.probe.kind,
-                "policy": self.policy.name,
-                "ladder": [policy.name for policy in LADDER],
-            }
-        )
-
-
-def _span(names: list[str]) -> str:
-    return f"{names[0]} .. {names[-1]}" if names else "none"

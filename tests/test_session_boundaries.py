@@ -238,7 +238,7 @@ def test_what_cannot_be_done_is_refused_when_it_is_asked_for(
         run.optimizer.step()
     else:
         ask()
-    assert not any(pending for pending in run.session._pending)
+    assert not any(pending for pending in run.session._policies.pending)
 
 
 def test_several_optimizers_all_mark_boundaries() -> None:

@@ -1,0 +1,63 @@
+"""The events that a session writes about itself, in plain types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rematic.activations import Engine, Notice
+from rematic.memory import Probe
+from rematic.open_step import OpenStep
+from rematic.policy import LADDER, Policy, policy_to_plain
+
+
+def attach_event(
+    engine: Engine, probe: Probe, policy: Policy, *, budget_bytes: int | None
+) -> dict[str, Any]:
+    """Returns what a session starts with."""
+    return {
+        "event": "attach",
+        "units": list(engine.classes),
+        "budget_bytes": budget_bytes,
+        "capacity_bytes": probe.snapshot().capacity_bytes,
+        "probe": probe.kind,
+        "policy": policy.name,
+        "ladder": [rung.name for rung in LADDER],
+    }
+
+
+def change_event(
+    event: str, before: Policy, after: Policy, *, step: int, reason: str
+) -> dict[str, Any]:
+    """Returns a change of policy; `event` is its kind."""
+    return {
+        "event": event,
+        "from": before.name,
+        "to": after.name,
+        "step": step,
+        "reason": reason,
+        "policy": policy_to_plain(after),
+    }
+
+
+def notice_event(notice: Notice, *, step: int) -> dict[str, Any]:
+    """Returns what was found out about a unit."""
+    return {
+        "event": "notice",
+        "step": step,
+        "unit": notice.unit,
+        "kind": notice.kind,
+        "text": notice.text,
+        "figures": dict(notice.figures),
+    }
+
+
+def stop_event(step: OpenStep, error: BaseException) -> dict[str, Any]:
+    """Returns the end of a step for which memory ran out."""
+    return {
+        "event": "stop",
+        "step": step.number,
+        "reason": "out of memory, and nothing was left to evict",
+        "report": f"{type(error).__name__}: {error}",
+        "batch": step.shape.batch,
+        "length": step.shape.length,
+    }

@@ -1,0 +1,90 @@
+"""What a session saves with a checkpoint, and how it is read back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rematic import control
+from rematic.control import Costs, History
+
+STATE_VERSION = 1
+"""Version of what is saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSession:
+    """The state of a session at a boundary."""
+
+    units: tuple[str, ...]
+    """Names of the model's units."""
+
+    num_steps: int
+    """Micro-batches finished."""
+
+    history: History
+    """The policies so far."""
+
+    costs: Costs
+    """What was learned of steps."""
+
+    controller: Mapping[str, Any] | None
+    """State of the controller in plain types; None in older states."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the state as dictionaries, lists, strings and numbers."""
+        return {
+            "version": STATE_VERSION,
+            "units": list(self.units),
+            "num_steps": self.num_steps,
+            "history": control.history_to_plain(self.history),
+            "costs": control.costs_to_plain(self.costs),
+            "control": self.controller,
+        }
+
+
+def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> SavedSession:
+    """Returns the state that `to_plain` made.
+
+    Args:
+        state: The state.
+        units: Names of the units of the model that is to take it up.
+
+    Raises:
+        ValueError: If the state is damaged, or of another version or another model.
+    """
+    version, saved = state.get("version"), list(state.get("units", []))
+    if version != STATE_VERSION:
+        raise ValueError(
+            f"the saved state has version {version!r}: expected {STATE_VERSION}. Resume with "
+            "the version of rematic that wrote it, or start without its state."
+        )
+    if saved != list(units):
+        raise ValueError(
+            f"the saved state is of another model: it has {len(saved)} units "
+            f"({_span(saved)}), this one {len(units)} ({_span(units)}). Resume with "
+            "the model that was saved, or start without its state."
+        )
+    try:
+        return SavedSession(
+            units=tuple(saved),
+            num_steps=int(state["num_steps"]),
+            history=control.history_from_plain(state["history"]),
+            costs=control.costs_from_plain(state["costs"]),
+            controller=state.get("control"),
+        )
+    except (KeyError, TypeError) as error:
+        raise damaged(error) from error
+
+
+def damaged(error: Exception) -> ValueError:
+    """Returns the error for a state that cannot be read."""
+    return ValueError(
+        f"the saved state is damaged ({type(error).__name__}: {error}): expected what "
+        "`state_dict` returned. Resume from another checkpoint, or start without its state."
+    )
+
+
+def _span(names: Sequence[str]) -> str:
+    return f"{names[0]} .. {names[-1]}" if names else "none"
