@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
@@ -79,6 +80,13 @@ class AdaptiveRecompute(Callback):
                 "AdaptiveRecompute was given to a Trainer with "
                 f"{type(trainer.strategy).__name__}: expected one of "
                 "the two, since they do the same. Remove the callback."
+            )
+
+        if isinstance(trainer.strategy, FSDPStrategy):
+            raise ValueError(
+                "AdaptiveRecompute was given to a Trainer with FSDPStrategy, which wraps the units "
+                "before a callback can attach to them: expected rematic.RecomputeFSDPStrategy "
+                "with the same arguments, and no callback."
             )
 
     @override

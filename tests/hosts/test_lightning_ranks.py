@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 from torch import nn
 
 import rematic
@@ -106,4 +106,17 @@ def test_beside_the_callback_each_is_refused(runner: Runner, name: str) -> None:
     callback = rematic.callbacks.AdaptiveRecompute(policy="keep")
     trainer = runner.trainer(strategy=name, callbacks=[callback])
     with pytest.raises(ValueError, match=f"with {NAMES[name]}: expected one of the two"):
+        callback.setup(trainer, trainer.lightning_module, "fit")
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """Not of the type that Lightning refuses on a CPU."""
+
+
+def test_the_callback_over_fsdp_is_refused_with_what_to_use(runner: Runner) -> None:
+    callback = rematic.callbacks.AdaptiveRecompute(policy="keep")
+    trainer = runner.trainer(strategy=FSDPOnCPU(), callbacks=[callback])
+    with pytest.raises(
+        ValueError, match="before a callback can attach to them: expected rematic.R"
+    ):
         callback.setup(trainer, trainer.lightning_module, "fit")
