@@ -117,6 +117,6 @@ def test_the_callback_over_fsdp_is_refused_with_what_to_use(runner: Runner) -> N
     callback = rematic.callbacks.AdaptiveRecompute(policy="keep")
     trainer = runner.trainer(strategy=FSDPOnCPU(), callbacks=[callback])
     with pytest.raises(
-        ValueError, match="before a callback can attach to them: expected rematic.R"
+        ValueError, match=r"before a callback can attach to them: expected rematic\.R"
     ):
         callback.setup(trainer, trainer.lightning_module, "fit")
