@@ -382,7 +382,8 @@ class Session:
 
     def _optimizer_guard(self) -> OptimizerGuard:
         self._num_updates += 1
-        covered = self.settings.op_retry != "never" and self.budget_bytes is not None
+        mode = self.settings.op_retry
+        covered = mode == "always" or (mode == "auto" and self.budget_bytes is not None)
         retry = OpRetry(OptimizerRelief(self._engine.ledger))
         meter = None if self._step is None else self._step.meter
         return OptimizerGuard(retry if covered else None, meter)

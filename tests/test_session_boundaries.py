@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import rematic
+from rematic.memory import SimulatedProbe
 from rematic.policy import KEEP, RECOMPUTE, Keep, Policy, Recompute, Rule, policy_to_plain
+from rematic.recipes import PolicyConfig, Recipe
 from tests.activations.blocks import Model, gradients, make_input, make_model
 from tests.activations.parity import same_bits
 from tests.events import Events
@@ -265,4 +267,23 @@ def test_an_optimizer_added_later_marks_boundaries_too() -> None:
     assert session.policy == KEEP
     optimizer.step()
     assert session.policy == RECOMPUTE
+    session.detach()
+
+
+@pytest.mark.parametrize("op_retry", ["auto", "always"])
+def test_the_optimizer_is_covered_without_a_budget_where_always_is_asked_for(op_retry: Any) -> None:
+    recipe = Recipe(policy=PolicyConfig(op_retry=op_retry))
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with SimulatedProbe() as probe:
+        session = rematic.attach(model, optimizer, recipe=recipe, policy="keep", probe=probe)
+        model(make_input()).backward()
+        alive = model(make_input())  # what can be let go while the optimizer makes its state
+        probe.budget_bytes = probe.allocated_bytes()
+        if op_retry == "always":
+            optimizer.step()
+        else:
+            with pytest.raises(rematic.TornOptimizerStepError, match="found no memory"):
+                optimizer.step()
+    del alive
     session.detach()
