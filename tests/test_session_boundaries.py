@@ -278,12 +278,12 @@ def test_the_optimizer_is_covered_without_a_budget_where_always_is_asked_for(op_
     with SimulatedProbe() as probe:
         session = rematic.attach(model, optimizer, recipe=recipe, policy="keep", probe=probe)
         model(make_input()).backward()
-        alive = model(make_input())  # what can be let go while the optimizer makes its state
+        alive = model(make_input(256))  # what can be let go while the optimizer makes its state
         probe.budget_bytes = probe.allocated_bytes()
         if op_retry == "always":
             optimizer.step()
         else:
-            with pytest.raises(rematic.TornOptimizerStepError, match="found no memory"):
+            with pytest.raises(torch.OutOfMemoryError):
                 optimizer.step()
     del alive
     session.detach()
