@@ -15,6 +15,7 @@ from rematic.budget import refuse_too_small, resolve_budget
 from rematic.control import ControlRules, Goals, Pace
 from rematic.journal import EventSink
 from rematic.memory import MemorySnapshot, Probe, make_probe, process_overhead_bytes
+from rematic.model_planner import ModelPlanner
 from rematic.operator_requests import FILE_NAME as REQUESTS_NAME
 from rematic.operator_requests import RequestReader
 from rematic.policy import Action, Policy, Rule, Selective, Tile, action_named, policy_named
@@ -118,6 +119,7 @@ def attach(
                 allow_split=chosen.control.allow_split,
                 supervision=supervision,
             ),
+            model_planner=_model_planner(model, engine, chosen),
         )
     except BaseException:
         engine.detach()
@@ -125,6 +127,18 @@ def attach(
     if chosen.policy.tiled_loss:
         _tile_the_loss(session)
     return session
+
+
+def _model_planner(model: nn.Module, engine: Engine, recipe: Recipe) -> ModelPlanner | None:
+    if recipe.policy.planner == "measured":
+        return None
+    return ModelPlanner(
+        model,
+        engine,
+        patterns=recipe.policy.units,
+        may_move=recipe.memory.scratch_dir is not None,
+        notify=engine.ledger.tell,
+    )
 
 
 def _tile_the_loss(session: Session) -> None:

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from rematic.activations import Engine, Eviction, OpRetry, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
 from rematic.control import History, StepDecision, StepOutcome, kept_key
 from rematic.memory import MemorySnapshot, Probe
-from rematic.policy import Selective
+from rematic.policy import Keep, Selective
 from rematic.step_record import StepRecord
 
 SURPRISING_SHARE = 1.1
@@ -40,6 +42,8 @@ class OpenStep:
         self.shape = shape
         self.decision = decision
         self.num_op_retries = 0
+        self.autocast: torch.dtype | None = None
+        """What units were seen to compute in under autocast, if the step is watched."""
         self._engine = engine
         self._probe = probe
         self._write = write
@@ -96,6 +100,8 @@ class OpenStep:
             kept_bytes=tuple(
                 (kept_key(classes[name], action_name), num_bytes)
                 for (name, action_name), num_bytes in _ascending(self.meter.kept)
+                # what a unit keeps of ops that the model chose says nothing of other choices
+                if action_name == Keep.name or self.decision.planned_by != "model"
             ),
             unit_transient_bytes=self.meter.transient_bytes("unit"),
             head_transient_bytes=self.meter.transient_bytes("head"),
@@ -132,6 +138,8 @@ class OpenStep:
             replays=counts["replays"],
             armed=self.armed,
             reason=self.decision.reason,
+            planned_by=self.decision.planned_by,
+            predicted_seconds=self.decision.predicted_seconds,
         )
 
     def _is_surprising(self) -> bool:
@@ -149,15 +157,22 @@ class OpenStep:
 
     def _at_unit_end(self, record: Record) -> None:
         action = self.decision.plan.actions[record.position]
+        if self.decision.watched:
+            self.autocast = _autocast_dtype()
         in_use = self.meter.at_unit_end(record, selective=isinstance(action, Selective))
         limit = self.decision.limit_bytes
         if in_use is None or limit is None:
+            return
+        if self.decision.rise_after_bytes is not None:
+            self._evict_excess(in_use + self.decision.rise_after_bytes[record.position] - limit)
             return
         # What the step needs is beside what was there before and what records hold: inputs of units
         # and the like are in it already, and would count twice on top of the bytes in use.
         held = sum(self.meter.kept.values()) - self._counts.since()["evicted_bytes"]
         needed = self.decision.needed_after_bytes[record.position]
-        excess = max(in_use, (self.meter.before_bytes or 0) + held + needed) - limit
+        self._evict_excess(max(in_use, (self.meter.before_bytes or 0) + held + needed) - limit)
+
+    def _evict_excess(self, excess: int) -> None:
         if excess <= 0:
             return
         eviction = self._engine.ledger.evict(excess)
@@ -200,6 +215,11 @@ class OpenStep:
 def _let_it_fail(num_bytes: int, where: str) -> int:
     """Frees nothing: the mode is there to read memory after every op."""
     return 0
+
+
+def _autocast_dtype() -> torch.dtype | None:
+    kinds = ("cuda", "cpu")
+    return next((torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)), None)
 
 
 class _Counts:

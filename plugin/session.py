@@ -14,6 +14,7 @@ from rematic.activations import Engine, Notice, OpRetry
 from rematic.batch_shape import BatchShape
 from rematic.control import Costs, History, StepDecision, StepRequest, StopReport
 from rematic.memory import MemorySnapshot, Probe, is_out_of_memory
+from rematic.model_planner import ModelPlanner
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
 from rematic.optimizer_relief import OptimizerRelief
@@ -57,6 +58,7 @@ class Session:
         optimizers: tuple[torch.optim.Optimizer, ...],
         policy: Policy,
         settings: SessionSettings,
+        model_planner: ModelPlanner | None = None,
     ) -> None:
         self.model = model
         self.probe = probe
@@ -83,6 +85,7 @@ class Session:
         self._boundaries: list[OptimizerBoundary] = []
         self.supervisor = Supervisor(self, settings.supervision)
         """Lets the controller see every step."""
+        self._model_planner = model_planner
         engine.ledger.at_notice = self.write_notice
         settings.journal.write(
             attach_event(engine, probe, policy, budget_bytes=settings.budget_bytes)
@@ -214,6 +217,8 @@ class Session:
         before = self.probe.snapshot()
         self._asked = self._request(shape, before.allocated_bytes)
         decision = control.plan_step(self._costs, self._asked)
+        if self._model_planner is not None:
+            decision = self._model_planner.refine(decision, self._asked, shape, batch)
         # the last: a batch that could not be read
         armed = armed or decision.armed or self.supervisor.armed or shape.tokens <= 1
         self._open_step(shape, decision, before, armed=armed)
@@ -242,6 +247,8 @@ class Session:
         outcome = step.outcome()
         self._costs = control.learn(self._costs, outcome)
         record = step.record(self._policies.history, budget_bytes=self.budget_bytes)
+        if self._model_planner is not None:
+            self._model_planner.learn(step.decision, record, autocast=step.autocast)
         self.last_step = record
         if self.num_steps == 0 and self._num_updates == 0:  # an optimizer may drop gradients
             tell_of_untrained(self.model, self.write_notice)

@@ -82,6 +82,12 @@ class StepRecord:
     reason: str
     """The rule that decided the plan."""
 
+    planned_by: str
+    """What the plan was made from: `measurements`, or a `model` of the step."""
+
+    predicted_seconds: float | None
+    """Time expected of it; None where the plan was made from measurements."""
+
     def to_event(self) -> dict[str, Any]:
         """Returns the step as an event of the journal, in plain types."""
         before, after = dict(vars(self.before)), dict(vars(self.after))

@@ -33,6 +33,7 @@ ProbeKind: TypeAlias = Literal["auto", "host", "cuda", "simulated"]
 Start: TypeAlias = Literal[
     "planned", "keep", "selective", "recompute", "recompute+offload", "offload", "compress"
 ]
+Planner: TypeAlias = Literal["auto", "measured"]
 OpRetry: TypeAlias = Literal["auto", "always", "never"]
 
 _MAX_SEED = 2**32 - 1
@@ -298,6 +299,8 @@ class PolicyConfig:
     """Patterns of units whose replay is not checked on the first batch; default none."""
     routers: tuple[str, ...] = ()
     """Patterns of routers, whose decisions replays keep; empty (default): those known by name."""
+    planner: Planner = "auto"
+    """What `planned` plans by; `auto` (default): a model of the step where one can be traced."""
     op_retry: OpRetry = "auto"
     """When a failed op is run again; `auto` (default): on steps that are predicted risky."""
     allow_lossy: bool = False
@@ -320,6 +323,7 @@ class PolicyConfig:
         )
         instances(self, "trust", kind=str, remedy="write patterns such as ['model.layers.0']")
         instances(self, "routers", kind=str, remedy="write patterns such as ['*.mlp.gate']")
+        one_of(self, "planner", choices=get_args(Planner), remedy="write auto where unsure")
         one_of(self, "op_retry", choices=get_args(OpRetry), remedy="write auto where unsure")
         true_or_false(self, "allow_lossy")
         require(

@@ -39,6 +39,11 @@ def _text(report: AuditReport) -> str:
             f"{report.num_retried} of the steps ran again as a whole: their plans are those of the "
             "last attempt and were not compared"
         )
+    if report.num_modelled:
+        lines.append(
+            f"{report.num_modelled} of the steps were planned from a trace of the model, which is "
+            "not in the journal: their plans are not compared."
+        )
     if report.num_unaudited:
         lines.append(
             f"{report.num_unaudited} steps could not be audited: the journal lacks what they were "

@@ -16,6 +16,9 @@ from rematic.control.curve import Curve as Curve
 from rematic.control.escalation import FirstAttempt as FirstAttempt
 from rematic.control.escalation import Rung as Rung
 from rematic.control.escalation import escalate as escalate
+from rematic.control.forecast_errors import REPLANNED_SHARE as REPLANNED_SHARE
+from rematic.control.forecast_errors import ForecastErrors as ForecastErrors
+from rematic.control.forecast_errors import error_share as error_share
 from rematic.control.goals import ControlRules as ControlRules
 from rematic.control.goals import Goals as Goals
 from rematic.control.goals import Pace as Pace
@@ -26,6 +29,10 @@ from rematic.control.history import policy_in_history as policy_in_history
 from rematic.control.history import rolled_back as rolled_back
 from rematic.control.history import switched as switched
 from rematic.control.history import unpinned as unpinned
+from rematic.control.model_plan import adopt as adopt
+from rematic.control.model_plan import given_actions as given_actions
+from rematic.control.model_plan import is_pressed as is_pressed
+from rematic.control.model_plan import room_bytes as room_bytes
 from rematic.control.observation import Observation as Observation
 from rematic.control.observation import observe as observe
 from rematic.control.plain import costs_from_plain as costs_from_plain

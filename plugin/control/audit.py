@@ -39,6 +39,10 @@ class AuditReport:
     num_retried: int
     """Steps whose plan was not compared, since they ran again under another."""
 
+    num_modelled: int
+    """Steps whose plan was not compared, since the planner made it from a trace of the model, which
+    is not in the journal."""
+
     num_decisions: int
     """Decisions of the controller in the journal."""
 
@@ -68,6 +72,7 @@ def audit(events: Iterable[Event]) -> AuditReport:
         num_steps=len(steps),
         num_unaudited=sum(event["event"] == "step" for event in written) - len(steps),
         num_retried=sum(step.was_retried for step in steps),
+        num_modelled=sum(step.by_model for step in steps),
         num_decisions=sum(event["event"] == "decision" for event in written),
         differences=tuple(found),
     )
@@ -84,7 +89,7 @@ _IN_ORDER = ("step", "decision")
 
 
 def _plan_differences(step: ReplayedStep) -> Iterator[Difference]:
-    if step.was_retried:
+    if step.was_retried or step.by_model:
         return
     plan = step.plan
     decided = {

@@ -47,6 +47,9 @@ class ReplayedStep:
     was_retried: bool
     """Whether the micro-batch ran again as a whole, under another plan than the first."""
 
+    by_model: bool
+    """Whether the planner made its plan from a trace of the model, which is not in the journal."""
+
     before: ControllerState
     """The controller's state before it was seen."""
 
@@ -91,6 +94,7 @@ class _Replay:
             request=request,
             plan=plan_step(costs, request),
             was_retried=was_retried,
+            by_model=event.get("planned_by") == "model",
             before=before,
             decision=decision,
             written=decision_to_plain(decision) if is_news else None,

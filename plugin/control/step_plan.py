@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from rematic.control.curve import Curve
 from rematic.policy import Action, Keep, Plan, Recompute, Selective
@@ -155,6 +156,19 @@ class StepDecision:
     reason: str
     """The rule that decided, with its numbers."""
 
+    margin_bytes: int = 0
+    """Bytes that stay free since plans fell short lately."""
+
+    planned_by: Literal["measurements", "model"] = "measurements"
+    """What the plan was made from."""
+
+    rise_after_bytes: tuple[int, ...] | None = None
+    """For each unit, how far the rest of the step rises above what is in use when its forward has
+    ended; None where the plan was made from measurements."""
+
+    predicted_seconds: float | None = None
+    """Time of forward and backward; None where the plan was made from measurements."""
+
 
 def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
     """Decides which units start in memory: the last ones, as many as the budget allows.
@@ -182,6 +196,7 @@ def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
         watched=limit is not None and not known,
         roomy=limit is None or (known and _is_roomy(costs, request, plan, peak, limit)),
         reason=reason,
+        margin_bytes=costs.margin_bytes,
     )
 
 

@@ -33,7 +33,7 @@ class Slots:
 
 def choose_slots(units: Sequence[tuple[str, nn.Module]]) -> Slots:
     """Returns the units to trace, given (qualified name, module) of each."""
-    kinds = [(_stack_of(name), _kind(module)) for name, module in units]
+    kinds = [(_stack_of(name), kind_of(module)) for name, module in units]
     stacks = [stack for stack, _ in kinds]
     last = {stack: position for position, stack in enumerate(stacks)}
     seen: dict[Hashable, list[int]] = {}
@@ -57,7 +57,7 @@ def _stack_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _kind(unit: nn.Module) -> Hashable:
+def kind_of(unit: nn.Module) -> Hashable:
     """Returns what must be equal for two units to cost the same."""
     return tuple(
         (

@@ -22,6 +22,10 @@ from rematic.planner.problem import intervals_of as intervals_of
 from rematic.planner.problem import moved_bytes_of as moved_bytes_of
 from rematic.planner.problem import peak_of as peak_of
 from rematic.planner.problem import seconds_of as seconds_of
+from rematic.planner.proposal import Proposal as Proposal
+from rematic.planner.proposal import length_of_bucket as length_of_bucket
+from rematic.planner.proposal import propose as propose
+from rematic.planner.proposal import rise_of as rise_of
 from rematic.planner.solve import Solution as Solution
 from rematic.planner.solve import solve as solve
 from rematic.planner.unit_costs import ActionBytes as ActionBytes

@@ -1,0 +1,192 @@
+"""The plans for one kind of steps: its profile, a plan per bucket of lengths, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+
+from rematic import control
+from rematic.batch_shape import BatchShape
+from rematic.control import ForecastErrors
+from rematic.cost.live_profile import NotTraceableError
+from rematic.cost.profile import StepProfile
+from rematic.planner import (
+    Pace,
+    Problem,
+    Proposal,
+    StepCosts,
+    length_of_bucket,
+    problem_of,
+    propose,
+    rise_of,
+)
+from rematic.policy import Action, Plan
+
+REUSE_SHARE = 1.02
+"""A plan is asked for again where there is so much more room than it was made for."""
+
+Key: TypeAlias = tuple[int, tuple[Action | None, ...]]
+"""Longest length of a bucket, and what rules give to each unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """An undisturbed step whose memory was read after every op."""
+
+    shape: BatchShape
+    """Its batch."""
+
+    plan: Plan
+    """What it started with."""
+
+    rise_bytes: int
+    """How far it rose above what was in use before it."""
+
+    autocast: torch.dtype | None
+    """What its units computed in; None without autocast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """A plan, and what it was made from."""
+
+    costs: StepCosts
+    problem: Problem
+    proposal: Proposal
+    room_bytes: int
+
+    def holds(self, room_bytes: int) -> bool:
+        """Returns whether the plan is still the one to take with so much room."""
+        if not self.proposal.fits or self.proposal.peak_bytes > room_bytes:
+            return False
+        return room_bytes <= REUSE_SHARE * self.room_bytes or self.proposal.extra_seconds == 0
+
+
+@dataclass(kw_only=True)
+class KindPlans:
+    """What is known of one kind of steps."""
+
+    num_samples: int = 0
+    """Steps that were watched for a sample."""
+
+    sample: Sample | None = None
+    """What the model is compared with before it plans."""
+
+    profile: StepProfile | None = None
+    """What its steps cost."""
+
+    is_refused: bool = False
+    """Whether it is planned from measurements for good."""
+
+    num_watched: int = 0
+    """Steps that the model planned and that were watched without disturbance."""
+
+    errors: ForecastErrors = field(default_factory=ForecastErrors)
+    """How far predictions were off."""
+
+    _pace: Pace | None = None
+    _plans: dict[Key, _Made] = field(default_factory=dict)
+
+    def take(self, profile: StepProfile, pace: Pace) -> None:
+        """Takes up a profile if it tells what the sample rose by.
+
+        Args:
+            profile: What steps of the kind cost.
+            pace: How fast the device is.
+
+        Raises:
+            NotTraceableError: If it is not near.
+        """
+        assert self.sample is not None
+        shape, rise_bytes = self.sample.shape, self.sample.rise_bytes
+        costs = profile.costs_at(batch=shape.batch, length=shape.length, padded=shape.padded)
+        predicted = rise_of(problem_of(costs, pace, given=self.sample.plan.actions))
+        self.errors = self.errors.with_peak(
+            predicted_bytes=predicted, read_bytes=rise_bytes, exact=True
+        )
+        if not self.errors.is_trusted:
+            raise NotTraceableError(
+                f"a step rose by {rise_bytes:,} bytes where {predicted:,} were predicted, so its "
+                "loss, or what it computes beside the model, is not what was traced"
+            )
+        self.profile, self._pace = profile, pace
+
+    def refuse(self) -> None:
+        """Leaves the kind to measurements for good."""
+        self.is_refused = True
+        self.profile = None
+        self._plans.clear()
+
+    def propose(
+        self,
+        shape: BatchShape,
+        given: tuple[Action | None, ...],
+        *,
+        room_bytes: int,
+        allowed: Sequence[str],
+    ) -> Proposal:
+        """Returns the plan for one shape: the one that was made, as long as it is the best.
+
+        Args:
+            shape: The batch.
+            given: For each unit what the plan must not change.
+            room_bytes: Bytes by which the step may rise.
+            allowed: Names of the actions that may be chosen.
+
+        Raises:
+            ValueError: If the shape, or a given action, was not traced.
+        """
+        assert self.profile is not None
+        key = (length_of_bucket(shape.length), given)
+        made = self._plans.get(key)
+        if made is not None and made.holds(room_bytes):
+            return made.proposal
+        pace = self._scaled_pace()
+        if made is None:
+            costs = self.profile.costs_at(batch=shape.batch, length=key[0], padded=shape.padded)
+            problem = problem_of(costs, pace, allowed=allowed, given=given)
+        else:
+            costs, problem = made.costs, made.problem
+        proposal = propose(costs, problem, pace, room_bytes=room_bytes)
+        self._plans[key] = _Made(
+            costs=costs, problem=problem, proposal=proposal, room_bytes=room_bytes
+        )
+        return proposal
+
+    def learn_peak(self, proposal: Proposal, *, key: Key, rise_bytes: int, exact: bool) -> None:
+        """Takes note of how far a planned step rose; its plan is made again if that was far off.
+
+        Args:
+            proposal: Its plan.
+            key: Where that plan is kept.
+            rise_bytes: How far it was seen to rise.
+            exact: Whether memory was read after every op, and nothing was evicted.
+        """
+        predicted = proposal.peak_bytes
+        self.num_watched += exact
+        self.errors = self.errors.with_peak(
+            predicted_bytes=predicted, read_bytes=rise_bytes, exact=exact
+        )
+        share = control.error_share(predicted_bytes=predicted, read_bytes=rise_bytes)
+        if share > control.REPLANNED_SHARE or (exact and -share > control.REPLANNED_SHARE):
+            self._plans.pop(key, None)
+
+    def learn_seconds(self, proposal: Proposal, seconds: float) -> None:
+        """Takes note of how long a planned step took; if that changes the speed, of all plans.
+
+        Args:
+            proposal: Its plan.
+            seconds: Seconds from its begin to its end.
+        """
+        before = self.errors.speed
+        self.errors = self.errors.with_seconds(predicted=proposal.seconds, measured=seconds)
+        if self.errors.speed != before:
+            self._plans.clear()
+
+    def _scaled_pace(self) -> Pace:
+        pace, speed = self._pace, self.errors.speed
+        assert pace is not None
+        return replace(pace, op_seconds=lambda op: speed * pace.op_seconds(op))

@@ -1,0 +1,263 @@
+"""Sessions whose `planned` asks the planner: the same bits, the same budget, better plans."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rematic
+from rematic import model_planner
+from rematic.control import Costs
+from rematic.cost.devices import Device
+from rematic.memory import SimulatedProbe
+from rematic.policy import Recompute
+from rematic.recipes import MemoryConfig, PolicyConfig, Recipe, RecomputeConfig, RuleConfig
+from tests.activations.blocks import make_input, make_model
+from tests.activations.parity import Outcome, differences
+from tests.events import Events
+from tests.test_session_planned import LENGTHS, Training
+
+SHORT_OF_ROOM = [64, 64, 64, 64, *LENGTHS]
+"""The first three steps teach the session something; the fourth is planned by the model."""
+
+SLOW_ARITHMETIC = Device(
+    name="test",
+    memory_bytes=None,
+    flops_per_second=(("float32", 1e6),),
+    bytes_per_second=1e12,
+    link_bytes_per_second=1e12,
+    attained_share=1.0,
+    replay_seconds=0.0,
+    selective_seconds=0.0,
+    overlaps_host=False,
+    source="made up: products are dear and Python is free, so that op sets are worth it",
+)
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_planner, "live_device", lambda model: SLOW_ARITHMETIC)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Outcome, int]:
+    """What nothing attached gives, and its peak."""
+    training = Training()
+    return training.train(SHORT_OF_ROOM), max(training.peaks)
+
+
+@pytest.fixture(scope="module")
+def recomputed() -> int:
+    """The peak with everything recomputed."""
+    training = Training(policy="recompute")
+    training.train([64, 64])
+    return max(training.peaks)
+
+
+def _budget(plain: tuple[Outcome, int], recomputed: int, share: float) -> int:
+    return recomputed + int(share * (plain[1] - recomputed))
+
+
+def _by_model(training: Training) -> list[dict[str, Any]]:
+    return [record for record in training.records if record["planned_by"] == "model"]
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Counts the arithmetic of matrix products, and keeps nothing."""
+
+    flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.name in ("aten::mm", "aten::bmm", "aten::addmm"):
+            self.flops += 2 * args[-2].numel() * args[-1].shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+def _notices(training: Training) -> list[str]:
+    return [event["text"] for event in training.journal.of("notice") if event["kind"] == "planner"]
+
+
+@pytest.mark.parametrize("share", [1.2, 0.7, 0.4, 0.15, 0.02])
+def test_op_sets_keep_to_the_budget_and_to_the_bits(
+    plain: tuple[Outcome, int], recomputed: int, share: float
+) -> None:
+    budget = _budget(plain, recomputed, share)
+    training = Training(budget, policy="planned")
+    assert differences(training.train(SHORT_OF_ROOM), plain[0]) == []
+    assert max(training.peaks) <= budget
+    assert _notices(training) == []
+    planned = _by_model(training)
+    if share > 1:
+        assert planned == [], "nothing is traced where everything may stay"
+        return
+    assert len(planned) >= (1 if share < 0.1 else 4)
+    if share > 0.1:
+        assert any("selective" in record["plan"] for record in planned)
+    for record in planned:
+        assert record["predicted_seconds"] > 0
+        assert record["reason"].startswith("the model's fastest plan")
+
+
+def test_the_model_tells_the_peak(plain: tuple[Outcome, int], recomputed: int) -> None:
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training.train([64] * 8)
+    compared = [
+        record["predicted_peak_bytes"] / peak
+        for record, peak in zip(training.records, training.peaks, strict=True)
+        if record["planned_by"] == "model" and not record["evictions"]
+    ]
+    assert len(compared) >= 4
+    assert all(0.98 <= ratio <= 1.02 for ratio in compared)
+
+
+def test_the_models_plan_runs_less_arithmetic_again(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """Counted by the products of the last step; whole units cannot be cut as finely."""
+    products = []
+    for planner in ("measured", "auto"):
+        recipe = Recipe(policy=PolicyConfig(planner=planner))  # type: ignore[arg-type]
+        training = Training(_budget(plain, recomputed, 0.5), policy="planned", recipe=recipe)
+        training.train([64] * 6)
+        with _Products() as counted:
+            training.train([64])
+        products.append(counted.flops)
+        assert len(_by_model(training)) == (0 if planner == "measured" else 5)
+    assert products[1] < products[0]
+
+
+def test_a_trace_draws_no_random_number_and_leaves_no_mode(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training.train([64, 64])
+    assert training.session is not None
+    ids = torch.ones(2, 64, dtype=torch.int64)
+    state, host, num_ops = torch.get_rng_state(), random.getstate(), training.probe.num_ops
+    with training.probe:
+        training.session.begin_step(ids)
+        assert training.session._step is not None
+        decision = training.session._step.decision
+        training.session.abort_step(None)
+    assert decision.planned_by == "model"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == host
+    assert training.probe.num_ops == num_ops, "the probe has seen nothing of it"
+
+
+def test_a_rule_binds_the_model(plain: tuple[Outcome, int], recomputed: int) -> None:
+    rule = RuleConfig(match="model.layers.1", action=RecomputeConfig())
+    recipe = Recipe(policy=PolicyConfig(rules=(rule,)))
+    training = Training(_budget(plain, recomputed, 0.4), recipe=recipe)
+    assert training.session is not None
+    training.train([64] * 5)
+    assert training.records[-1]["planned_by"] == "model"
+    assert training.session.plan.actions[1] == Recompute()
+
+
+@pytest.mark.parametrize("has_place", [True, False])
+def test_tensors_move_only_where_a_place_is_named(
+    plain: tuple[Outcome, int], recomputed: int, has_place: bool, tmp_path: Any
+) -> None:
+    recipe = Recipe(memory=MemoryConfig(scratch_dir=str(tmp_path) if has_place else None))
+    training = Training(_budget(plain, recomputed, 0.02), policy="planned", recipe=recipe)
+    training.train([64] * 4)
+    planner = training.session._model_planner  # type: ignore[union-attr]
+    assert planner is not None
+    (plans,) = planner._kinds.values()
+    assert plans.profile is not None
+    actions = [name for name, _ in plans.profile.pieces[0].units[0].actions]
+    assert ("offload" in actions) == ("recompute+offload" in actions) == has_place
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        ("batch", "a batch is a tuple"),
+        ("model", "it holds 0 models of transformers"),
+        ("trace", "RuntimeError: no trace today"),
+        ("loss", "were predicted"),
+    ],
+)
+def test_what_cannot_be_traced_is_planned_from_measurements(
+    spoil: str,
+    why: str,
+    plain: tuple[Outcome, int],
+    recomputed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "rematic")
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned", strict=False)
+    assert training.session is not None
+    planner = training.session._model_planner
+    assert planner is not None
+    if spoil == "trace":
+
+        def refuse(*args: object, **options: object) -> None:
+            raise RuntimeError("no trace today\nand more")
+
+        monkeypatch.setattr(model_planner, "trace_live", refuse)
+    elif spoil == "batch":
+        inputs = model_planner.batch_inputs
+        monkeypatch.setattr(model_planner, "batch_inputs", lambda batch: inputs((batch,)))
+    elif spoil == "model":
+        planner._model = make_model()
+    else:  # every step holds more than the model itself asks for
+        training.surprise_bytes = plain[1]
+        monkeypatch.setattr(Costs, "cover", lambda self, **shape: False)
+    training.train([64] * 5)
+    assert _by_model(training) == []
+    (text,) = _notices(training)
+    assert why in text
+    assert caplog.text.count("plans come from measurements alone") == 1
+
+
+def test_units_of_other_models_are_planned_from_measurements() -> None:
+    model, probe, journal = make_model(), SimulatedProbe(), Events()
+    x = make_input()
+    probe.track(model.parameters())
+    with probe:
+        model(x).backward()
+        budget = int(0.9 * probe.peak_allocated_bytes)
+        model.zero_grad()
+    session = rematic.attach(model, budget=budget, probe=probe, journal=journal)
+    with probe:
+        for _ in range(5):
+            with session.step(x):
+                model(x).backward()
+            model.zero_grad()
+    texts = [event["text"] for event in journal.of("notice") if event["kind"] == "planner"]
+    assert texts == [
+        "plans come from measurements alone: a batch's 'input_ids' holds numbers that are not whole"
+    ]
+
+
+def test_after_a_step_that_took_more_than_predicted_plans_leave_more_room(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training.train([64] * 4)
+    training.surprise_bytes = 40_000
+    training.train([64] * 3)
+    surprised, after, last = _by_model(training)[-3:]
+    assert surprised["evictions"] > 0, "the end of a unit passed the limit"
+    assert after["evictions"] == 0
+    assert after["predicted_peak_bytes"] <= surprised["predicted_peak_bytes"] - 20_000
+    assert max(training.peaks) <= last["budget_bytes"]
