@@ -82,7 +82,7 @@ class KindPlans:
     """Whether it is planned from measurements for good."""
 
     num_watched: int = 0
-    """Steps that the model planned and that were watched without disturbance."""
+    """Steps that the model planned and that were watched."""
 
     errors: ForecastErrors = field(default_factory=ForecastErrors)
     """How far predictions were off."""
@@ -162,11 +162,10 @@ class KindPlans:
         Args:
             proposal: Its plan.
             key: Where that plan is kept.
-            rise_bytes: How far it was seen to rise.
+            rise_bytes: How far it was seen to rise, or would have without evictions.
             exact: Whether memory was read after every op, and nothing was evicted.
         """
         predicted = proposal.peak_bytes
-        self.num_watched += exact
         self.errors = self.errors.with_peak(
             predicted_bytes=predicted, read_bytes=rise_bytes, exact=exact
         )

@@ -13,7 +13,7 @@ from torch import nn
 from rematic import control
 from rematic.activations import Engine, Notice
 from rematic.batch_shape import BatchShape
-from rematic.control import StepDecision, StepRequest
+from rematic.control import StepDecision, StepOutcome, StepRequest
 from rematic.cost.devices import Device
 from rematic.cost.live_profile import (
     NotTraceableError,
@@ -120,13 +120,19 @@ class ModelPlanner:
         return self._open.decision
 
     def learn(
-        self, decision: StepDecision, record: StepRecord, *, autocast: torch.dtype | None
+        self,
+        decision: StepDecision,
+        record: StepRecord,
+        outcome: StepOutcome,
+        *,
+        autocast: torch.dtype | None,
     ) -> None:
         """Takes note of how a step went.
 
         Args:
             decision: What it started with.
             record: How it went.
+            outcome: What was learned from it.
             autocast: What its units computed in; None without autocast, or if unwatched.
         """
         asked, self._open = self._open, None
@@ -137,6 +143,9 @@ class ModelPlanner:
         undisturbed = not (record.evictions or record.op_retries or record.unit_retries)
         watched = record.peak_source == "op ends"
         if asked.proposal is not None:
+            plans.num_watched += watched
+            if outcome.missing_bytes:  # it would have passed the limit by so much
+                peak = max(peak, (decision.limit_bytes or 0) + outcome.missing_bytes)
             plans.learn_peak(
                 asked.proposal,
                 key=(length_of_bucket(asked.shape.length), asked.given),

@@ -107,7 +107,7 @@ class OpenStep:
             head_transient_bytes=self.meter.transient_bytes("head"),
             backward_transient_bytes=self.meter.transient_bytes("backward"),
             # the plan of a watched step was a guess, and what it needs has now been measured
-            missing_bytes=0 if self.decision.watched else self._missing_bytes,
+            missing_bytes=0 if self._was_guessed() else self._missing_bytes,
             surprising=self._is_surprising(),
         )
 
@@ -141,6 +141,9 @@ class OpenStep:
             planned_by=self.decision.planned_by,
             predicted_seconds=self.decision.predicted_seconds,
         )
+
+    def _was_guessed(self) -> bool:
+        return self.decision.watched and self.decision.planned_by != "model"
 
     def _is_surprising(self) -> bool:
         predicted, read = self.decision.predicted_peak_bytes, self.meter.peak_bytes

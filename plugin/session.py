@@ -248,7 +248,7 @@ class Session:
         self._costs = control.learn(self._costs, outcome)
         record = step.record(self._policies.history, budget_bytes=self.budget_bytes)
         if self._model_planner is not None:
-            self._model_planner.learn(step.decision, record, autocast=step.autocast)
+            self._model_planner.learn(step.decision, record, outcome, autocast=step.autocast)
         self.last_step = record
         if self.num_steps == 0 and self._num_updates == 0:  # an optimizer may drop gradients
             tell_of_untrained(self.model, self.write_notice)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rematic
 from rematic import model_planner
-from rematic.control import Costs
+from rematic.control import Costs, audit
 from rematic.cost.devices import Device
 from rematic.memory import SimulatedProbe
 from rematic.policy import Recompute
@@ -102,11 +102,14 @@ def test_op_sets_keep_to_the_budget_and_to_the_bits(
     assert differences(training.train(SHORT_OF_ROOM), plain[0]) == []
     assert max(training.peaks) <= budget
     assert _notices(training) == []
+    report = audit(training.journal.events)
+    assert report.differences == ()
     planned = _by_model(training)
     if share > 1:
         assert planned == [], "nothing is traced where everything may stay"
         return
     assert len(planned) >= (1 if share < 0.1 else 4)
+    assert report.num_modelled == len(planned)
     if share > 0.1:
         assert any("selective" in record["plan"] for record in planned)
     for record in planned:
@@ -255,9 +258,10 @@ def test_after_a_step_that_took_more_than_predicted_plans_leave_more_room(
     training = Training(_budget(plain, recomputed, 0.5), policy="planned")
     training.train([64] * 4)
     training.surprise_bytes = 40_000
-    training.train([64] * 3)
-    surprised, after, last = _by_model(training)[-3:]
+    training.train([64] * 4)
+    surprised, *after = _by_model(training)[-4:]
     assert surprised["evictions"] > 0, "the end of a unit passed the limit"
-    assert after["evictions"] == 0
-    assert after["predicted_peak_bytes"] <= surprised["predicted_peak_bytes"] - 20_000
-    assert max(training.peaks) <= last["budget_bytes"]
+    for record in after:
+        assert record["evictions"] == 0
+        assert record["predicted_peak_bytes"] <= surprised["predicted_peak_bytes"] - 20_000
+    assert max(training.peaks) <= surprised["budget_bytes"]

@@ -42,7 +42,7 @@ def _text(report: AuditReport) -> str:
     if report.num_modelled:
         lines.append(
             f"{report.num_modelled} of the steps were planned from a trace of the model, which is "
-            "not in the journal: their plans are not compared."
+            "not in the journal: their plans were not compared"
         )
     if report.num_unaudited:
         lines.append(
