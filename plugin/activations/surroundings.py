@@ -156,18 +156,21 @@ def _not_restored(name: str, value: Value, *, inside: bool = False) -> Iterator[
 
 
 def _token(value: Value) -> Value:
-    """Returns what is equal before and after as long as a value has not changed by itself."""
+    """Returns what is equal before and after as long as a value has not changed by itself.
+
+    (Types are asked for attributes, as some objects claim to have every one: native libraries.)
+    """
     if isinstance(value, torch.Tensor):
         return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else value.getstate()
-    if hasattr(value, "bit_generator"):  # of NumPy, which need not be installed
+    if hasattr(type(value), "bit_generator"):  # of NumPy, which need not be installed
         return repr(value.bit_generator.state)
     if type(value).__name__ == "RandomState":
         return repr(value.get_state(legacy=False))
-    if hasattr(value, "__array_interface__") and hasattr(value, "tobytes"):
+    if hasattr(type(value), "__array_interface__") and hasattr(type(value), "tobytes"):
         return value.tobytes() if value.nbytes <= MAX_BYTES else None
     if isinstance(value, (list, tuple, deque, bytearray)):
         return type(value), len(value), [id(item) for item in value]

@@ -111,6 +111,7 @@ def test_the_cap_is_real_and_a_run_that_meets_it_says_so(tmp_path: Path) -> None
         "memory.budget=32MiB",
         "policy.start=keep",
         "policy.op_retry=never",
+        "control.attempts=1",
     )
     code, out, err = finish(process)
     run = Path("runs") / "tiny-cpu"
