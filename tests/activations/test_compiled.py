@@ -291,17 +291,16 @@ def test_a_model_compiled_whole_afterwards_is_cut_at_its_units(
     engine.detach()
 
 
-def test_case_i2_the_budget_of_the_compiler_needs_compiled_units(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 0.5)
-    with pytest.raises(
-        ValueError, match=r"activation_memory_budget is 0.5, but nothing is compiled"
-    ):
-        rematic.attach(make_model(), policy="keep")
-    model = make_model()
-    _by_method(model, backend="aot_eager")
-    rematic.attach(model, policy="keep").detach()
+def test_case_i2_the_budget_of_the_compiler_needs_compiled_units() -> None:
+    # by its own means: taking a value back by `delattr`, as monkeypatch does, hides the setting
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        with pytest.raises(
+            ValueError, match=r"activation_memory_budget is 0.5, but nothing is compiled"
+        ):
+            rematic.attach(make_model(), policy="keep")
+        model = make_model()
+        _by_method(model, backend="aot_eager")
+        rematic.attach(model, policy="keep").detach()
     with pytest.raises(RecipeError, match="activation_memory_budget"):
         rematic.attach(make_model(), recipe={"policy": {"activation_memory_budget": 0.5}})
 
