@@ -368,7 +368,11 @@ def test_what_the_planner_keeps_is_predicted_to_fit(costs: Costs, request: StepR
     if chose:
         gradients = dataclasses.replace(request, pending_gradient_bytes=0)
         peak = plan_step(costs, gradients).predicted_peak_bytes
-        assert peak is not None
+        if peak is None:  # a rule keeps units of a class that was never measured
+            known = {name for name, curve in costs.kept if curve.points}
+            pairs = zip(request.unit_classes, request.actions, strict=True)
+            assert any(action == K and name not in known for name, action in pairs)
+            return
         assert decision.limit_bytes is not None
         working = costs.working_set(request.tokens)
         assert working is not None
