@@ -49,6 +49,7 @@ class Engine:
         routers: Sequence[str] = (),
     ) -> None:
         _refuse_attached(model)
+        _refuse_data_parallel(model)
         refuse_idle_patterns(model, routers)
         found = find_units(model, patterns, routers=routers)
         refuse_compiled_around(model, [name for name, _ in found])
@@ -157,4 +158,16 @@ def _refuse_attached(model: nn.Module) -> None:
             raise ValueError(
                 f"module {name or type(model).__name__!r} is already managed by a session: "
                 "expected a model that is not attached. Call `session.detach()` first."
+            )
+
+
+def _refuse_data_parallel(model: nn.Module) -> None:
+    # Its copies carry the `forward` of the instance over, which runs the module it was put on.
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise ValueError(
+                f"{name or 'the model'} is an nn.DataParallel over the devices "
+                f"{module.device_ids}, which calls copies of the units: expected one device for "
+                "each process. Train with DistributedDataParallel (`torchrun`), or train the "
+                "module inside, its `.module`, on one device."
             )

@@ -31,7 +31,9 @@ class UnitForward:
     """The callable that stands in for a unit's `forward`, or for its compiled call.
 
     It knows the module weakly, so that attaching makes no new reference cycle, and it copies and
-    pickles into the plain bound method: a copy of an attached model is plain.
+    pickles into the plain bound method: a copy of an attached model is plain. Not so a shallow copy
+    of the module (`copy.copy`, a replica of `nn.DataParallel`): that holds this very object, which
+    cannot see who calls it, and so runs the module that it was copied from.
     """
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:

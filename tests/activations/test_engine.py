@@ -132,6 +132,23 @@ def test_a_model_is_attached_once() -> None:
     Engine(model).detach()
 
 
+@pytest.mark.parametrize("name", ["the model", "inner"])
+def test_a_model_that_is_copied_to_several_devices_is_refused(name: str) -> None:
+    parallel = nn.DataParallel(make_model())
+    model = nn.ModuleDict({"inner": parallel}) if name == "inner" else parallel
+    parallel.device_ids = [0, 1]  # without devices torch itself leaves them out
+    message = (
+        f"{name} is an nn.DataParallel over the devices [0, 1], which calls copies of the units: "
+        "expected one device for each process. Train with DistributedDataParallel (`torchrun`), or "
+        "train the module inside, its `.module`, on one device."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Engine(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    parallel.device_ids = [0]  # calls the module itself
+    Engine(model).detach()
+
+
 def test_a_pattern_that_matches_nothing_leaves_the_model_alone() -> None:
     model = Model()
     with pytest.raises(ValueError, match="matches none"):
