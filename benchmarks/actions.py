@@ -20,18 +20,22 @@ import contextlib
 import functools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the model is shared
+
 import rematic
+from benchmarks.idle_overhead import VOCABULARY, make_llama
 from rematic.memory import SimulatedProbe, use_caching_malloc
 from rematic.policy import action_named
 from rematic.recipes import PolicyConfig, Recipe
@@ -96,7 +100,7 @@ def main() -> None:
 
 def measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for every action at one length."""
-    ids = torch.randint(0, arguments.vocabulary, (1, length))
+    ids = torch.randint(0, VOCABULARY, (1, length))
     with contextlib.ExitStack() as stack:
         ways = _ways(arguments, stack)
         for way in ways.values():  # the first steps learn, and warm the allocator up
@@ -160,11 +164,11 @@ def _ways(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> dict[st
     }
     ways = {}
     for name, prepare in peers.items():
-        model = _model(arguments)
+        model = make_llama(arguments)
         prepare(model)
         ways[name] = Way(name=name, step=_step(model), forward=_forward(model))
     for name in arguments.actions:
-        model = _model(arguments)
+        model = make_llama(arguments)
         session = rematic.attach(model, recipe=_recipe(name), policy=_policy(name), budget="64GiB")
         stack.callback(session.detach)
         ways[name] = Way(name=name, step=_attached_step(model, session), forward=_forward(model))
@@ -233,19 +237,6 @@ def _kept_bytes(way: Way, ids: torch.Tensor) -> int:
     return kept
 
 
-def _model(arguments: argparse.Namespace) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=arguments.hidden_size,
-        intermediate_size=arguments.hidden_size * 8 // 3,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden_size // 64,
-        vocab_size=arguments.vocabulary,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).train()
-
-
 def _seconds(step: Step, ids: torch.Tensor) -> float:
     start = time.perf_counter()
     step(ids)
@@ -279,7 +270,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=320)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()

@@ -6,26 +6,31 @@ import contextlib
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import rematic
-from benchmarks.device_model import (
-    Size,
-    Stack,
-    deviations,
-    leftovers,
-    make_ids,
-    make_model,
+from benchmarks.device_model import Size, deviations, make_ids, make_model
+from benchmarks.device_steps import (
+    UNLIMITED,
+    Watching,
+    adapted_step,
+    backward,
+    now,
+    only,
+    trained,
+    two_steps,
 )
-from rematic.journal import EventSink
-from rematic.memory import CudaProbe, Probe, SimulatedProbe, make_probe
-from rematic.recipes import PolicyConfig, Recipe
+from rematic.memory import CudaProbe, SimulatedProbe, make_probe
 
 LOSSLESS = ("keep", "selective", "recompute", "recompute+offload", "offload")
+MAX_PREDICTION_ERROR = 0.25
+"""Predicted over measured peak, less one, at lengths that were not measured."""
+MAX_IDLE_RATIO = 1.01
+"""What contract 9 allows where steps are long enough to tell, which those on a CPU are not."""
 Figures = dict[str, Any]
 
 
@@ -49,9 +54,9 @@ def parity(device: torch.device) -> Figures:
     results: dict[str, list[str]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         for dropout in (0.0, 0.1):
-            plain, again = (_two_steps(device, size, dtype, dropout) for _ in range(2))
+            plain, again = (two_steps(device, size, dtype, dropout) for _ in range(2))
             for policy in LOSSLESS:
-                found = _two_steps(device, size, dtype, dropout, policy=policy)
+                found = two_steps(device, size, dtype, dropout, policy=policy)
                 case = f"{policy} {str(dtype).removeprefix('torch.')} dropout {dropout}"
                 results[case] = deviations(found, plain, again)
     wrong = {case: names[:4] for case, names in results.items() if names}
@@ -61,17 +66,15 @@ def parity(device: torch.device) -> Figures:
 def out_of_memory(device: torch.device) -> Figures:
     """Memory really runs out in forward, loss, backward and optimizer; the op is run again."""
     size = Size.on(device)
-    plain, plain_peak = _trained(device, size)
-    again, _ = _trained(device, size)
-    recomputed_peak = _trained(device, size, policy="recompute")[1]
+    plain, plain_peak = trained(device, size)
+    again, _ = trained(device, size)
+    recomputed_peak = trained(device, size, policy="recompute")[1]
     rows, wrong = [], {}
     for share in (0.9, 0.7, 0.5, 0.3, 0.1):
         limit = recomputed_peak + int(share * (plain_peak - recomputed_peak))
         journal = _Events()
-        with _only(device, limit) as probe:
-            found, _ = _trained(
-                device, size, policy="keep", journal=journal, probe=probe, budget=1 << 40
-            )
+        with only(device, limit) as probe:
+            found, _ = trained(device, size, policy="keep", journal=journal, probe=probe)
         retries = [event for event in journal.events if event["event"] == "retry"]
         names = deviations(found, plain, again)
         if names:
@@ -121,7 +124,7 @@ def varying_lengths(device: torch.device) -> Figures:
     size = Size.on(device)
     lengths = [max(8, size.length // n) for n in (1, 8, 2, 16, 4, 8, 1, 3, 16, 6, 2, 12)]
     peaks = [
-        _trained(device, size, policy=p, dtype=torch.bfloat16)[1] for p in ("keep", "recompute")
+        trained(device, size, policy=p, dtype=torch.bfloat16)[1] for p in ("keep", "recompute")
     ]
     budget = peaks[1] + (peaks[0] - peaks[1]) // 2
     probe = None if device.type == "cuda" else SimulatedProbe()
@@ -139,9 +142,9 @@ def varying_lengths(device: torch.device) -> Figures:
                 losses, seconds = [], []
                 for length in lengths:
                     ids = make_ids(device, size, length)
-                    start = _now(device)
-                    losses.append(session.run(lambda ids, m=model: _backward(m, ids), ids))
-                    seconds.append(_now(device) - start)
+                    start = now(device)
+                    losses.append(session.run(lambda ids, m=model: backward(m, ids), ids))
+                    seconds.append(now(device) - start)
         session.detach()
         runs[policy] = (torch.stack(losses).tolist(), seconds)
     ratios = [a / b for a, b in zip(runs["planned"][1], runs["recompute"][1], strict=True)]
@@ -158,7 +161,7 @@ def offload_stress(device: torch.device) -> Figures:
     if device.type != "cuda":
         raise NotHere("there is no CUDA device, so no streams")
     size = Size.on(device)
-    plain, again = (_two_steps(device, size, torch.float32, 0.1) for _ in range(2))
+    plain, again = (two_steps(device, size, torch.float32, 0.1) for _ in range(2))
     other, noise = torch.cuda.Stream(device), torch.randn(4096, 4096, device=device)
     wrong = {}
     for policy in ("offload", "recompute+offload"):
@@ -166,7 +169,7 @@ def offload_stress(device: torch.device) -> Figures:
             with torch.cuda.stream(other):
                 for _ in range(20):
                     noise = (noise @ noise).tanh()
-            found = _two_steps(device, size, torch.float32, 0.1, policy=policy)
+            found = two_steps(device, size, torch.float32, 0.1, policy=policy)
             names = deviations(found, plain, again)
             if names:
                 wrong[f"{policy} {attempt}"] = names[:4]
@@ -178,27 +181,28 @@ def idle_overhead(device: torch.device) -> Figures:
     size = Size.on(device)
     plain, attached = make_model(device, size), make_model(device, size)
     ids = make_ids(device, size)
-    session = rematic.attach(attached, policy="planned", budget=1 << 40)
-    _backward(plain, ids)
+    session = rematic.attach(attached, policy="planned", budget=UNLIMITED)
+    backward(plain, ids)
     for _ in range(3):
         with session.step(ids):
-            _backward(attached, ids)
+            backward(attached, ids)
     ratios = []
     for i in range(30):
         seconds = {}
         for name in ("plain", "attached") if i % 2 else ("attached", "plain"):
-            start = _now(device)
+            start = now(device)
             if name == "plain":
-                _backward(plain, ids)
+                backward(plain, ids)
             else:
                 with session.step(ids):
-                    _backward(attached, ids)
-            seconds[name] = _now(device) - start
+                    backward(attached, ids)
+            seconds[name] = now(device) - start
         ratios.append(seconds["attached"] / seconds["plain"])
     session.detach()
+    median = statistics.median(ratios)
     return {
-        "ok": True,
-        "ratio_median": statistics.median(ratios),
+        "ok": device.type == "cpu" or median <= MAX_IDLE_RATIO,
+        "ratio_median": median,
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
     }
@@ -208,10 +212,10 @@ def compiled_units(device: torch.device) -> Figures:
     """Units compiled one by one: the bits of the compiled plain step, and nothing is recompiled."""
     size = Size.on(device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"
-    plain, again = (_two_steps(device, size, torch.float32, 0.0, backend=backend) for _ in range(2))
+    plain, again = (two_steps(device, size, torch.float32, 0.0, backend=backend) for _ in range(2))
     wrong = {}
     for policy in ("keep", "recompute"):
-        found = _two_steps(device, size, torch.float32, 0.0, policy=policy, backend=backend)
+        found = two_steps(device, size, torch.float32, 0.0, policy=policy, backend=backend)
         names = deviations(found, plain, again)
         if names:
             wrong[policy] = names[:4]
@@ -225,10 +229,10 @@ def quantized(device: torch.device) -> Figures:
     except ImportError:
         raise NotHere("bitsandbytes is not installed") from None
     size = Size.on(device)
-    plain, again = (_adapted_step(device, size, None) for _ in range(2))
+    plain, again = (adapted_step(device, size, None) for _ in range(2))
     wrong = {}
     for policy in ("keep", "recompute"):
-        names = deviations(_adapted_step(device, size, policy), plain, again)
+        names = deviations(adapted_step(device, size, policy), plain, again)
         if names:
             wrong[policy] = names[:4]
     return {"ok": not wrong, "wrong": wrong}
@@ -239,12 +243,12 @@ def device_threads(device: torch.device) -> Figures:
     size = Size.on(device)
     seen: set[int] = set()
     model = make_model(device, size)
-    session = rematic.attach(model, policy="recompute", budget=1 << 40)
+    session = rematic.attach(model, policy="recompute", budget=UNLIMITED)
     for block in model.blocks:
-        block.mlp_norm = nn.Sequential(block.mlp_norm, _Watching(seen))
+        block.mlp_norm = nn.Sequential(block.mlp_norm, Watching(seen))
     for _ in range(2):
         with session.step(make_ids(device, size)):
-            _backward(model, make_ids(device, size))
+            backward(model, make_ids(device, size))
     session.detach()
     elsewhere = threading.get_ident() not in seen
     return {
@@ -262,14 +266,16 @@ def predictions(device: torch.device) -> Figures:
     inside = contextlib.nullcontext() if device.type == "cuda" else probe
     if isinstance(probe, SimulatedProbe):
         probe.track(model.parameters())
-    session = rematic.attach(model, policy="planned", budget=1 << 40, probe=probe, journal=journal)
+    session = rematic.attach(
+        model, policy="planned", budget=UNLIMITED, probe=probe, journal=journal
+    )
     rows = []
     with inside:
         for length in (size.length, size.length // 2, size.length // 4, size.length):
             with session.step(make_ids(device, size, length)):
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
-                _backward(model, make_ids(device, size, length))
+                backward(model, make_ids(device, size, length))
             record = session.last_step
             measured = record.peak_bytes
             if device.type == "cuda":
@@ -277,7 +283,8 @@ def predictions(device: torch.device) -> Figures:
             if record.predicted_peak_bytes and measured:
                 rows.append({"length": length, "error": record.predicted_peak_bytes / measured - 1})
     session.detach()
-    return {"ok": len(rows) > 0, "rows": rows}
+    within = all(abs(row["error"]) <= MAX_PREDICTION_ERROR for row in rows)
+    return {"ok": bool(rows) and within, "rows": rows}
 
 
 PARTS: dict[str, Callable[[torch.device], Figures]] = {
@@ -293,161 +300,6 @@ PARTS: dict[str, Callable[[torch.device], Figures]] = {
     "predictions": predictions,
 }
 """Every part by its name."""
-
-
-def _two_steps(
-    device: torch.device,
-    size: Size,
-    dtype: torch.dtype,
-    dropout: float,
-    *,
-    policy: str | None = None,
-    backend: str | None = None,
-) -> dict[str, torch.Tensor]:
-    model = make_model(device, size, dtype=dtype, dropout=dropout)
-    if backend is not None:
-        for block in model.blocks:
-            block.compile(backend=backend)
-    return _steps(model, policy, number=2)
-
-
-def _steps(model: Stack, policy: str | None, *, number: int) -> dict[str, torch.Tensor]:
-    device, session = next(model.parameters()).device, None
-    size = Size.on(device)
-    if policy is not None:
-        session = rematic.attach(model, policy=policy, budget=1 << 40)
-    torch.manual_seed(9)
-    losses = []
-    for _ in range(number):
-        ids = make_ids(device, size)
-        with contextlib.nullcontext() if session is None else session.step(ids):
-            losses.append(_backward(model, ids))
-    if session is not None:
-        session.detach()
-    return leftovers(model, losses)
-
-
-def _trained(
-    device: torch.device,
-    size: Size,
-    *,
-    policy: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    journal: EventSink | None = None,
-    probe: Probe | None = None,
-    budget: int = 1 << 40,
-) -> tuple[dict[str, torch.Tensor], int]:
-    """Trains two steps; returns what they leave behind, and the peak.
-
-    The graph of a third forward is alive while the optimizer steps, so that an allocation that
-    fails there can be answered as well.
-    """
-    model = make_model(device, size, dtype=dtype, dropout=0.1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    meter = probe if isinstance(probe, SimulatedProbe) else None
-    if device.type != "cuda" and meter is None:
-        meter = SimulatedProbe()
-    if meter is not None:
-        meter.track(model.parameters())
-    session = None
-    if policy is not None:
-        recipe = Recipe(policy=PolicyConfig(op_retry="always"))
-        session = rematic.attach(
-            model,
-            optimizer,
-            recipe=recipe,
-            policy=policy,
-            budget=budget,
-            journal=journal,
-            probe=meter or "auto",
-        )
-    torch.manual_seed(9)
-    losses = []
-    with contextlib.nullcontext() if meter is None else meter:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device), torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(2):
-            ids = make_ids(device, size)
-            if session is None:
-                losses.append(_backward(model, ids))
-            else:
-                losses.append(session.run(lambda ids: _backward(model, ids), ids))
-            with contextlib.nullcontext() if session is None else session.step(ids):
-                alive = model(ids)
-                optimizer.step()
-                del alive
-    peak = torch.cuda.max_memory_allocated(device) if meter is None else meter.peak_allocated_bytes
-    if session is not None:
-        session.detach()
-    return leftovers(model, losses), peak
-
-
-@contextlib.contextmanager
-def _only(device: torch.device, limit_bytes: int) -> Iterator[Probe | None]:
-    """Lets memory run out beyond `limit_bytes`, really on a GPU, in a simulation on a CPU."""
-    if device.type != "cuda":
-        yield SimulatedProbe(limit_bytes)
-        return
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
-    try:
-        yield None
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
-class _Watching(nn.Module):
-    """Notes the thread of every replay and changes nothing."""
-
-    def __init__(self, seen: set[int]) -> None:
-        super().__init__()
-        self.note = lambda: seen.add(threading.get_ident())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if rematic.replaying():
-            self.note()
-        return x
-
-
-class _Adapted(nn.Module):
-    """A 4-bit layer with a low-rank adapter."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        import bitsandbytes as bnb
-
-        self.base = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, compute_dtype=torch.bfloat16, quant_type="nf4"
-        )
-        self.base.load_state_dict(layer.state_dict())
-        self.base.requires_grad_(False)
-        self.a = nn.Linear(layer.in_features, 8, bias=False)
-        self.b = nn.Linear(8, layer.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
-def _adapted_step(device: torch.device, size: Size, policy: str | None) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = Stack(size, dropout=0.1)
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.up, block.down = _Adapted(block.up), _Adapted(block.down)
-    return _steps(model.to(device), policy, number=2)
-
-
-def _backward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    loss = model(ids)
-    loss.backward()
-    return loss.detach()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _microseconds(fn: Callable[[], object], number: int = 200) -> float:

@@ -26,6 +26,7 @@ from torch import nn
 import rematic
 from rematic.memory import use_caching_malloc
 
+VOCABULARY = 320
 BAR = 1.01
 """The median ratio that contract 9 allows."""
 
@@ -56,7 +57,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Returns the ratio of each pair, and the seconds of each plain step."""
-    plain, attached = _model(arguments), _model(arguments)
+    plain, attached = make_llama(arguments), make_llama(arguments)
     ids = torch.randint(0, plain.config.vocab_size, (1, arguments.tokens))
 
     def plain_step() -> None:
@@ -100,14 +101,15 @@ def _attached(
     return step, session.detach
 
 
-def _model(arguments: argparse.Namespace) -> nn.Module:
+def make_llama(arguments: argparse.Namespace) -> nn.Module:
+    """Returns a small Llama, always with the same weights."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=arguments.hidden_size,
         intermediate_size=arguments.hidden_size * 8 // 3,
         num_hidden_layers=arguments.layers,
         num_attention_heads=arguments.hidden_size // 64,
-        vocab_size=320,
+        vocab_size=VOCABULARY,
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config).train()

@@ -15,20 +15,24 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from prediction_families import FAMILIES, Batch, Family
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rematic.activations import Engine
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the ledger is that of the tests
+
 from rematic.cost import TraceSettings, trace_profile
-from rematic.memory import HostProbe, SimulatedProbe, use_caching_malloc
-from rematic.planner import Option, Peak, Problem, StepCosts, peak_of
+from rematic.memory import HostProbe, use_caching_malloc
+from rematic.planner import StepCosts
 from rematic.policy import Action, Keep, Offload, Plan, Recompute, RecomputeOffload, Selective
+from tests.cost.measured import RealStep, predicted_peak
 
 ACTIONS: tuple[Action, ...] = (Keep(), Selective(), Recompute(), RecomputeOffload(), Offload())
 TUNINGS = ("full", "lora", "qlora")
@@ -69,57 +73,16 @@ class HeapPeak(TorchDispatchMode):
         return output
 
 
-class Steps:
-    """Real steps of one model."""
+class Steps(RealStep):
+    """Real steps of one model, by the ledger and by the heap."""
 
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
-        self.model = model
-        self.engine = Engine(model, trust=["*"])
-        for action in ACTIONS[:2]:  # units learn from their first calls
-            self._run(batch, [action] * len(self.engine.units))
-
-    def _run(self, batch: Batch, actions: Sequence[Action]) -> None:
-        self.engine.apply(Plan(actions=tuple(actions)))
-        self.model.zero_grad(set_to_none=True)
-        self.model(**batch).loss.backward()
-
-    def ledger(self, batch: Batch, actions: Sequence[Action]) -> int:
-        """Returns the peak of live storages."""
-        self.engine.apply(Plan(actions=tuple(actions)))
-        self.model.zero_grad(set_to_none=True)
-        probe = SimulatedProbe()
-        probe.track([*self.model.parameters(), *self.model.buffers(), *batch.values()])
-        before = probe.allocated_bytes()
-        with probe:
-            self.model(**batch).loss.backward()
-        return probe.peak_allocated_bytes - before
-
-    def heap(self, batch: Batch, actions: Sequence[Action]) -> int:
+    def heap_bytes(self, batch: Batch, actions: Sequence[Action]) -> int:
         """Returns the peak of the heap at the ends of ops."""
         self.engine.apply(Plan(actions=tuple(actions)))
         self.model.zero_grad(set_to_none=True)
         with HeapPeak() as heap:
             self.model(**batch).loss.backward()
         return heap.peak - heap.start
-
-
-def predicted(costs: StepCosts, actions: Sequence[Action]) -> Peak:
-    """Returns the peak of the planner's formula."""
-    units = []
-    for action, position in zip(actions, costs.unit_classes, strict=True):
-        found = dict(costs.classes[position].actions)[action.name]
-        option = Option(
-            action=action,
-            kept_bytes=found.kept,
-            forward_bytes=found.forward,
-            backward_bytes=found.backward,
-            gradient_bytes=found.gradient,
-            moved_bytes=found.moved,
-            seconds=0.0,
-        )
-        units.append((option,))
-    problem = Problem(fixed=costs.fixed, around=costs.around, units=tuple(units))
-    return peak_of(problem, [0] * len(units))
 
 
 def build(family: Family, tuning: str) -> nn.Module:
@@ -199,10 +162,10 @@ def _row(
     *,
     heap: bool,
 ) -> Row:
-    peak = predicted(costs, plan)
+    peak = predicted_peak(costs, plan)
     expected = peak.total - peak.fixed
-    ledger = steps.ledger(batch, plan)
-    in_heap = steps.heap(batch, plan) if heap and ledger >= MIN_HEAP_BYTES else None
+    ledger = steps.peak_bytes(batch, plan)
+    in_heap = steps.heap_bytes(batch, plan) if heap and ledger >= MIN_HEAP_BYTES else None
     letters = {"recompute+offload": "x"}
     return Row(
         family=family,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rematic.control import History, HistoryEntry
-from rematic.policy import Policy, resolve
+from rematic.policy import Policy, policy_named, resolve
 from rematic.session_events import change_event
 
 MakeHistory: TypeAlias = Callable[[History, int], History]
@@ -35,6 +35,7 @@ class PolicyChanges:
         policy: The first policy.
         classes: Class of each unit by its name.
         write: Writes an event to the journal.
+        allow_lossy: Whether a policy that loses precision may follow.
     """
 
     def __init__(
@@ -42,7 +43,10 @@ class PolicyChanges:
         policy: Policy,
         classes: Mapping[str, str],
         write: Callable[[Mapping[str, Any]], None],
+        *,
+        allow_lossy: bool,
     ) -> None:
+        self._allow_lossy = allow_lossy
         self._classes = classes
         self._write = write
         self.actions = resolve(policy, classes)
@@ -54,6 +58,22 @@ class PolicyChanges:
         """Whether no step has begun since the last boundary."""
         self.pending: list[_Change] = []
         """What was asked for since."""
+
+    def allowed(self, to: str | Policy) -> Policy:
+        """Returns the policy that is meant, if it may be put in force.
+
+        Raises:
+            ValueError: If there is none, it loses precision and must not, or one of its rules
+                matches nothing.
+        """
+        policy = policy_named(to)
+        if policy.is_lossy and not self._allow_lossy:
+            raise ValueError(
+                f"policy {policy.name!r} loses precision (`compress`): expected a lossless one. "
+                "Write `policy: {allow_lossy: true}` in the recipe to allow it, or attach with it."
+            )
+        resolve(policy, self._classes)
+        return policy
 
     def ask(self, event: str, reason: str, make: MakeHistory, *, step: int) -> None:
         """Changes the history at the next boundary; refuses at once what could not be done then."""

@@ -22,8 +22,6 @@ from rematic.policy import (
     Plan,
     Policy,
     Recompute,
-    policy_named,
-    resolve,
 )
 from rematic.policy_changes import MakeHistory, PolicyChanges
 from rematic.session_events import attach_event, notice_event, stop_event
@@ -79,7 +77,9 @@ class Session:
         where it is."""
         self._step: OpenStep | None = None
         self._asked: StepRequest | None = None
-        self._policies = PolicyChanges(policy, engine.classes, settings.journal.write)
+        self._policies = PolicyChanges(
+            policy, engine.classes, settings.journal.write, allow_lossy=settings.allow_lossy
+        )
         self._plan = Plan(actions=tuple(a or Recompute() for a in self._policies.actions))
         engine.apply(self._plan)
         self._boundaries: list[OptimizerBoundary] = []
@@ -285,7 +285,7 @@ class Session:
             ValueError: If the policy is unknown, loses precision although the recipe does not
                 allow it, one of its rules matches nothing, or the policy in force is pinned.
         """
-        policy = self._allowed(policy_named(to))
+        policy = self._policies.allowed(to)
         self._ask(
             "switch",
             reason,
@@ -302,7 +302,7 @@ class Session:
 
     def pin(self, to: str | Policy, *, reason: str = "by call") -> None:
         """Puts a policy in force, at the next boundary, and keeps it until `unpin`."""
-        policy = self._allowed(policy_named(to))
+        policy = self._policies.allowed(to)
         self._ask(
             "pin",
             reason,
@@ -370,15 +370,6 @@ class Session:
             budget_bytes=self.budget_bytes,
             reserve=self.settings.reserve,
         )
-
-    def _allowed(self, policy: Policy) -> Policy:
-        if policy.is_lossy and not self.settings.allow_lossy:
-            raise ValueError(
-                f"policy {policy.name!r} loses precision (`compress`): expected a lossless one. "
-                "Write `policy: {allow_lossy: true}` in the recipe to allow it, or attach with it."
-            )
-        resolve(policy, self._engine.classes)
-        return policy
 
     def _close_step(self) -> OpenStep:
         if self._step is None:

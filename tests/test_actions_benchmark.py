@@ -11,9 +11,7 @@ from benchmarks.actions import PEERS, measure
 
 def test_actions_keep_no_more_than_what_they_replace() -> None:
     pytest.importorskip("bitsandbytes")
-    arguments = argparse.Namespace(
-        actions=list(PEERS), rounds=1, hidden_size=128, layers=2, vocabulary=32
-    )
+    arguments = argparse.Namespace(actions=list(PEERS), rounds=1, hidden_size=128, layers=2)
     rows = {row["action"]: row for row in measure(256, arguments)}
     assert list(rows) == list(PEERS)
     assert rows["keep"]["kept_vs_torch"] <= 1.01
