@@ -22,6 +22,7 @@ from torch import nn
 
 from rematic.activations.functions_inside import asks_whether_replayed, class_attributes, globals_of
 from rematic.activations.kept_values import CONTAINERS, is_plain_object
+from rematic.activations.module_walk import OF_EVERY_MODULE
 
 MAX_VALUES = 20_000
 """Values that are looked at; what lies beyond is taken for unchanged."""
@@ -105,7 +106,7 @@ class Surroundings:
                 continue
             kinds[type(part)] = None
             for key, value in part.__dict__.items():
-                if key not in _OF_EVERY_MODULE:
+                if key not in OF_EVERY_MODULE:
                     yield from _not_restored(f"attribute {f'{path}.{key}'.lstrip('.')!r}", value)
         for kind in kinds:
             yield from class_attributes(kind)
@@ -116,9 +117,6 @@ def _may_count(value: Value) -> bool:
     if isinstance(value, torch.Tensor):
         return value.requires_grad
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 def _passed(name: str, value: Value) -> Iterator[tuple[str, Value]]:

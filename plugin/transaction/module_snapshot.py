@@ -22,12 +22,11 @@ from rematic.activations.kept_values import (
     is_plain_object,
 )
 from rematic.activations.module_state import version_of
+from rematic.activations.module_walk import OF_EVERY_MODULE
 from rematic.activations.nested import iter_leaves
 from rematic.transaction.gradients import RestoreError
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-"""Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
 _DICTIONARIES = ("_parameters", "_buffers", "_modules")
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Buffers that kernels change without raising their in-place counter."""
@@ -97,7 +96,7 @@ class ModuleSnapshot:
                 self._read_tensor(buffer, name, position)
         for name, value in values.items():
             kind = type(value)
-            if kind in _PLAIN or name in _OF_EVERY_MODULE or name in self._skipped:
+            if kind in _PLAIN or name in OF_EVERY_MODULE or name in self._skipped:
                 continue
             if kind in CONTAINERS:
                 self._containers.append((value, copied(value)))
