@@ -39,6 +39,7 @@ KINDS = ("rollback", "pin", "unpin")
 """What can be asked for."""
 
 _MAX_LINE_BYTES = 1 << 16
+_MAX_TIME_SECONDS = 1 << 40
 
 
 class RequestError(ValueError):
@@ -144,14 +145,14 @@ class RequestReader:
         """Yields whole lines behind the last one read; a shorter file is read from its start."""
         try:
             size_bytes = os.stat(self._path).st_size
-        except OSError:
+            if size_bytes == self._offset:
+                return
+            start = self._offset if size_bytes > self._offset else 0
+            with open(self._path, "rb") as file:
+                file.seek(start)
+                content = file.read()
+        except OSError:  # there is none, or it may not be read: training goes on
             return
-        if size_bytes == self._offset:
-            return
-        start = self._offset if size_bytes > self._offset else 0
-        with open(self._path, "rb") as file:
-            file.seek(start)
-            content = file.read()
         whole = content.rfind(b"\n") + 1  # a line that is still being written comes next time
         self._offset = start + whole
         yield from content[:whole].splitlines()
@@ -185,7 +186,7 @@ def _parsed(line: bytes) -> tuple[dict[str, Any], str | None]:
         return {}, f"a line of {len(line)} bytes: expected at most {_MAX_LINE_BYTES}"
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, f"it is not JSON ({error})"
     if not isinstance(fields, dict):
         return {}, f"it is a {type(fields).__name__}: expected an object"
@@ -206,6 +207,8 @@ def _fault(fields: Mapping[str, Any]) -> str | None:
         value = fields.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool):
             return f"its {name} is {value!r}: expected {' or '.join(k.__name__ for k in kinds)}"
+    if not abs(fields["time"]) < _MAX_TIME_SECONDS:  # nor is NaN, which JSON of Python may hold
+        return f"its time is {fields['time']!r}: expected seconds since the epoch"
     if fields["request"] not in KINDS:
         return f"its request is {fields['request']!r}: expected one of {', '.join(KINDS)}"
     return None

@@ -72,7 +72,6 @@ class Supervisor:
         self._session = session
         self._supervision = supervision
         self._rules: ControlRules | None = None
-        self._settled = self.state.settled
         self._releases = False
         self._advised = False
         self._stop_because: str | None = None
@@ -92,10 +91,10 @@ class Supervisor:
     def after_step(self, event: Mapping[str, Any]) -> None:
         """Decides after a step, from its event in the journal."""
         assert self._rules is not None
-        self.state, decision = control.decide(self.state, control.observe(event), self._rules)
+        before = self.state
+        self.state, decision = control.decide(before, control.observe(event), self._rules)
         self.armed = decision.armed
-        if decision.settled != self._settled or decision.rule or decision.person:
-            self._settled = decision.settled
+        if control.is_news(before, decision):
             plain = control.decision_to_plain(decision)
             self._write({"event": "decision", "step": event["step"], **plain})
             self._do(decision)
@@ -136,7 +135,6 @@ class Supervisor:
     def load_state_dict(self, plain: Mapping[str, Any]) -> None:
         """Takes up the state that `state_dict` returned."""
         self.state = control.controller_from_plain(plain)
-        self._settled = self.state.settled
         self._rules = None
 
     def _begin(self) -> None:

@@ -97,6 +97,9 @@ REFUSED = {
     "no time": (request(time="now"), "its time is 'now': expected int or float"),
     "stale": (request(time=time.time() - 3600), "seconds ago, expected at most 600"),
     "from the future": (request(time=time.time() + 3600), "it is stale: made -3"),
+    "at no time": (request(time=float("nan")), "its time is nan: expected seconds"),
+    "beyond all time": (request(time=10**400), "expected seconds since the epoch"),
+    "nested": ("[" * 60_000, "it is not JSON"),
     "unknown request": (request(request="stop"), "its request is 'stop': expected one of rollback"),
     "pin to nothing": (request(request="pin"), "its policy is None: expected str"),
     "unknown policy": (request(request="pin", policy="x"), "unknown policy 'x': expected one of"),
@@ -170,6 +173,11 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None
     assert [r.fields["id"] for r in reader.poll()] == ["first", "second"]
     path.write_text(request(id="third") + "\n")
     assert [r.fields["id"] for r in reader.poll()] == ["third"]
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    assert RequestReader(tmp_path / FILE_NAME).poll() == []
 
 
 def test_the_file_is_looked_at_once_a_second(tmp_path: Path) -> None:

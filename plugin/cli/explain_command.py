@@ -17,7 +17,7 @@ from rematic.policy import LADDER, PLANNED
 
 Event = dict[str, Any]
 
-_DURING = frozenset({"evict", "retry", "stop"})
+_DURING = frozenset({"evict", "retry", "stop", "notice", "compare"})
 _AFTER = frozenset({"decision", "switch", "rollback", "pin", "unpin", "release", "refused"})
 
 
@@ -106,12 +106,19 @@ def _table(others: Sequence[Alternative]) -> str:
 
 def _line(event: Event) -> str:
     kind = event["event"]
+    if kind == "retry" and event["level"] == "step":
+        failed = f"{event['failed']} ran out of memory at {event['where']}"
+        return f"retry: {failed}, then came {event['next']}"
     if kind in ("evict", "retry"):
         where = event.get("where", "at the end of a unit")
         return f"{kind}: {where}, {_bytes(event.get('bytes_freed'))} freed"
     if kind == "decision":
         change = "" if event["change"] == "none" else f", {event['change']} to {event['policy']}"
         return f"decision: {event['rule']}{change}" + "".join(map(_gate, event["gates"]))
+    if kind == "compare":
+        return f"compare: loss {event['loss']}, {event['previous_loss']} under the policy before"
+    if kind == "notice":
+        return f"notice: {event['unit'] or 'the model'}: {event['text']}"
     if kind == "release":
         return f"release: {_bytes(event['bytes_freed'])} given back"
     if "from" in event:

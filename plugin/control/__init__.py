@@ -12,6 +12,7 @@ from rematic.control.controller_plain import rules_from_plain as rules_from_plai
 from rematic.control.controller_plain import rules_to_plain as rules_to_plain
 from rematic.control.controller_state import ControllerState as ControllerState
 from rematic.control.controller_state import Decision as Decision
+from rematic.control.controller_state import is_news as is_news
 from rematic.control.curve import Curve as Curve
 from rematic.control.escalation import FirstAttempt as FirstAttempt
 from rematic.control.escalation import Rung as Rung

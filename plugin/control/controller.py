@@ -211,7 +211,8 @@ def _escalate(
     """Takes the next heavier policy that is allowed; asks a person where there is none."""
     target, obstacle = _heavier(state, seen, rules)
     if not may_change:
-        target, obstacle = None, "the policy is pinned" if seen.pinned else "it may not change it"
+        target = None
+        obstacle = "the policy is pinned" if seen.pinned else "changes are off (`control.adapt`)"
     if target is not None and len(state.switches) >= rules.goals.switches_max:
         target = None
         obstacle = f"{len(state.switches)} switches in {rules.pace.window_steps} steps are the most"

@@ -102,6 +102,16 @@ class ControllerState(NamedTuple):
     """What a person was asked already."""
 
 
+def is_news(before: ControllerState, decision: Decision) -> bool:
+    """Returns whether a decision is worth a line in the journal.
+
+    Args:
+        before: The state that it was made from.
+        decision: The decision.
+    """
+    return decision.settled != before.settled or bool(decision.rule or decision.person)
+
+
 def entered(state: ControllerState, seen: Observation) -> ControllerState:
     """Returns the state when a step ran under another policy than the one before, or a pinned one.
 
@@ -140,7 +150,6 @@ def _trial(state: ControllerState, seen: Observation, old: str, *, for_memory: b
     return Trial(
         policy=seen.policy,
         previous=old,
-        since=seen.step,
         for_memory=for_memory,
         failures_before=sum(state.failures),
     )

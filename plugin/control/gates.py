@@ -44,8 +44,6 @@ class Trial(NamedTuple):
     """The policy."""
     previous: str
     """The one it replaced, which comes back if a gate fails."""
-    since: int
-    """Its first step."""
     for_memory: bool
     """Whether the controller took it because memory was short."""
     failures_before: int

@@ -42,9 +42,6 @@ class Observation(NamedTuple):
     peak_bytes: int | None = None
     """Highest bytes in use of the step."""
 
-    predicted_peak_bytes: int | None = None
-    """What it was expected to be."""
-
     evicted_bytes: int = 0
     """Bytes that had to be let go of during the step."""
 
@@ -98,7 +95,6 @@ def observe(event: Mapping[str, Any]) -> Observation:
         depth=event.get("depth", 0),
         limit_bytes=limit,
         peak_bytes=event.get("peak_bytes"),
-        predicted_peak_bytes=event.get("predicted_peak_bytes"),
         evicted_bytes=event.get("evicted_bytes", 0),
         num_failures=event.get("op_retries", 0) + event.get("unit_retries", 0),
         in_use_bytes=after.get("allocated_bytes"),

@@ -16,7 +16,7 @@ from rematic.control.controller_plain import (
     decision_to_plain,
     rules_from_plain,
 )
-from rematic.control.controller_state import ControllerState, Decision
+from rematic.control.controller_state import ControllerState, Decision, is_news
 from rematic.control.goals import ControlRules
 from rematic.control.observation import observe
 from rematic.control.plain import costs_from_plain, outcome_from_plain
@@ -87,7 +87,6 @@ class _Replay:
         request, costs, before = self.request(event), self.costs, self.state
         self.state, decision = decide(before, observe(event), self.rules)
         self.costs = learn(costs, outcome_from_plain(event))
-        is_news = decision.settled != before.settled or decision.rule or decision.person
         return ReplayedStep(
             event=event,
             costs=costs,
@@ -97,7 +96,7 @@ class _Replay:
             by_model=event.get("planned_by") == "model",
             before=before,
             decision=decision,
-            written=decision_to_plain(decision) if is_news else None,
+            written=decision_to_plain(decision) if is_news(before, decision) else None,
         )
 
 

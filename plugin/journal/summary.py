@@ -137,7 +137,7 @@ class _Tally:
             self._begin(event)
         elif kind == "step":
             self.steps.append(event)
-        elif kind == "stop":
+        elif kind == "stop" and event.get("batch", ...) is not None:  # else between two steps
             self.given_up.append(event)
         elif kind == "notice":
             self.notices.append(event)

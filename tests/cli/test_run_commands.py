@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rematic
 from rematic.cli import main
@@ -138,6 +139,36 @@ def test_a_troubled_step_is_explained(job: Job, read: Read) -> None:
     assert "switch to selective" in text
     rows = {line.split()[0] for line in text.splitlines() if line}
     assert {"selective", "recompute", "recompute+offload", "planned"} <= rows
+
+
+def test_a_step_that_ran_twice_is_explained(tmp_path: Path, read: Read) -> None:
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        if session.num_steps == 3 and failures:
+            raise failures.pop()
+        loss.backward()
+        return loss.detach()
+
+    model, goals = make_model(), {"loss_tolerance": 0.01, "slowdown_max": 1e9}
+    with JournalWriter(tmp_path / FILE_NAME) as journal:
+        session = rematic.attach(
+            model, policy="keep", recipe={"goals": goals}, probe=PaperProbe(), journal=journal
+        )
+        for number in range(6):
+            session.run(fn, make_input())
+            if number == 3:
+                session.switch("recompute")
+        session.detach()
+    code, text = read("explain", tmp_path, "--step", 3)
+    assert code == DONE
+    assert "ran out of memory at test_run_commands.py:" in text
+    assert ", then came recompute" in text
+    code, text = read("explain", tmp_path, "--step", 5)
+    assert code == DONE
+    assert "compare: loss " in text
+    assert "the policy before" in text
 
 
 def test_an_explanation_in_json(job: Job, read: Read) -> None:

@@ -125,6 +125,11 @@ def test_a_stop_is_a_lost_batch() -> None:
     assert (summary.steps, summary.batches_lost, summary.status) == (1, 1, "unfinished")
 
 
+def test_a_stop_between_steps_loses_no_batch() -> None:
+    stop = {"event": "stop", "step": 2, "reason": "a person must decide", "batch": None}
+    assert summarize([START, step(1), stop]).batches_lost == 0
+
+
 def test_steps_that_a_resumed_run_repeats_count_once() -> None:
     resumed = {**START, "resumed_after_step": 2}
     first = [START, step(1), step(2), step(3, tokens=7), {"event": "stop", "step": 4}]
