@@ -60,8 +60,10 @@ def _advice(match: re.Match[str]) -> str:
     return f"expected one of B, {', '.join(_DECIMAL)}, {', '.join(_BINARY)}"
 
 
-def format_bytes(size_bytes: int) -> str:
+def format_bytes(size_bytes: int | None) -> str:
     """Writes bytes in the largest binary unit that leaves a number of 1 or more.
+
+    None, for bytes that nobody could measure, is `unknown`.
 
     Examples:
         >>> format_bytes(350 * 2**20)
@@ -69,6 +71,8 @@ def format_bytes(size_bytes: int) -> str:
         >>> format_bytes(-512)
         '-512 B'
     """
+    if size_bytes is None:
+        return "unknown"
     sign, rest = ("-", -size_bytes) if size_bytes < 0 else ("", size_bytes)
     if rest < 2**10:
         return f"{sign}{rest} B"

@@ -38,10 +38,7 @@ def _last(step: StepRecord | None) -> str:
         return "no step yet"
     return (
         f"last step {step.step}: {step.batch} x {step.length} tokens, plan "
-        f"{describe_plan(step.plan)}, peak {_bytes(step.peak_bytes)} read at {step.peak_source}, "
-        f"predicted {_bytes(step.predicted_peak_bytes)}, budget {_bytes(step.budget_bytes)}"
+        f"{describe_plan(step.plan)}, peak {format_bytes(step.peak_bytes)} read at "
+        f"{step.peak_source}, predicted {format_bytes(step.predicted_peak_bytes)}, "
+        f"budget {format_bytes(step.budget_bytes)}"
     )
-
-
-def _bytes(value: int | None) -> str:
-    return "unknown" if value is None else format_bytes(value)

@@ -85,9 +85,10 @@ def test_anything_else_is_refused_with_advice(text: object, message: str) -> Non
         (5000 * 2**40, "5000.0 TiB"),
         (-1, "-1 B"),
         (-3 * 2**20, "-3.0 MiB"),
+        (None, "unknown"),
     ],
 )
-def test_sizes_are_written_in_binary_units(size_bytes: int, expected: str) -> None:
+def test_sizes_are_written_in_binary_units(size_bytes: int | None, expected: str) -> None:
     assert format_bytes(size_bytes) == expected
 
 

@@ -78,9 +78,9 @@ def _lines(step: ReplayedStep, others: Sequence[Alternative], around: Sequence[E
         f"{event['policy']}{', pinned' if event.get('pinned') else ''}",
         f"plan       {describe_plan(event['plan'])}",
         f"rule       {event['reason']}",
-        f"predicted  {_bytes(event['predicted_peak_bytes'])}",
-        f"measured   {_bytes(event['peak_bytes'])} at {event['peak_source']}, "
-        f"{event['seconds']:.3f} s, budget {_bytes(event['budget_bytes'])}",
+        f"predicted  {format_bytes(event['predicted_peak_bytes'])}",
+        f"measured   {format_bytes(event['peak_bytes'])} at {event['peak_source']}, "
+        f"{event['seconds']:.3f} s, budget {format_bytes(event['budget_bytes'])}",
         f"verdict    {risk.verdict}: {risk.rule}",
         *[f"           {name} {value:,}" for name, value in risk.evidence],
         f"remedy     {control.REMEDIES[risk.verdict]}",
@@ -96,7 +96,7 @@ def _table(others: Sequence[Alternative]) -> str:
     rows = [
         (
             f"{other.policy}{' (in force)' if other.is_chosen else ''}",
-            _bytes(other.predicted_peak_bytes),
+            format_bytes(other.predicted_peak_bytes),
             "not seen" if other.seconds is None else f"{other.seconds:.3f}",
         )
         for other in others
@@ -111,7 +111,7 @@ def _line(event: Event) -> str:
         return f"retry: {failed}, then came {event['next']}"
     if kind in ("evict", "retry"):
         where = event.get("where", "at the end of a unit")
-        return f"{kind}: {where}, {_bytes(event.get('bytes_freed'))} freed"
+        return f"{kind}: {where}, {format_bytes(event.get('bytes_freed'))} freed"
     if kind == "decision":
         change = "" if event["change"] == "none" else f", {event['change']} to {event['policy']}"
         return f"decision: {event['rule']}{change}" + "".join(map(_gate, event["gates"]))
@@ -120,7 +120,7 @@ def _line(event: Event) -> str:
     if kind == "notice":
         return f"notice: {event['unit'] or 'the model'}: {event['text']}"
     if kind == "release":
-        return f"release: {_bytes(event['bytes_freed'])} given back"
+        return f"release: {format_bytes(event['bytes_freed'])} given back"
     if "from" in event:
         return f"{kind}: from {event['from']} to {event['to']}, {event['reason']}"
     return f"{kind}: {event['reason']}"
@@ -134,7 +134,3 @@ def _gate(gate: dict[str, Any]) -> str:
         if gate[name] is not None
     ]
     return f"\n  gate {gate['name']} {outcome}: {', '.join(numbers) or 'no numbers'} {gate['unit']}"
-
-
-def _bytes(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else format_bytes(num_bytes)

@@ -79,8 +79,8 @@ def _text(status: dict[str, Any]) -> str:
     lines = [
         f"state     {status['state']}; last event {status['seconds_since_last_event']} s ago",
         f"policy    {status['policy']}{pinned}",
-        f"last step {status['last_step']}, peak {_bytes(status['peak_bytes'])} of "
-        f"{_bytes(status['budget_bytes'])}",
+        f"last step {status['last_step']}, peak {format_bytes(status['peak_bytes'])} of "
+        f"{format_bytes(status['budget_bytes'])}",
         f"verdict   {status['verdict']}",
     ]
     if change:
@@ -93,7 +93,3 @@ def _text(status: dict[str, Any]) -> str:
     if status["question"]:
         lines.append(f"question  {status['question']}")
     return "\n".join(lines)
-
-
-def _bytes(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else format_bytes(num_bytes)

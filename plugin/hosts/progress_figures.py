@@ -14,7 +14,7 @@ def progress_figures(session: Session) -> dict[str, str]:
     step = session.last_step
     if step is None:
         return {}
-    memory = "unknown" if step.peak_bytes is None else format_bytes(step.peak_bytes)
+    memory = format_bytes(step.peak_bytes)
     if session.budget_bytes is not None:
         memory = f"{memory} of {format_bytes(session.budget_bytes)}"
     return {"policy": session.policy.name, "memory": memory}

@@ -56,7 +56,7 @@ def _plan_row(plan: PlanSummary) -> list[str]:
         f"{plan.tokens:,}",
         f"{plan.seconds:.2f}",
         _rate(plan.tokens / plan.seconds if plan.seconds else None),
-        _size(plan.peak_bytes),
+        format_bytes(plan.peak_bytes),
     ]
 
 
@@ -100,7 +100,7 @@ def _notices(summary: RunSummary) -> list[str]:
 
 
 def _memory(summary: RunSummary) -> str:
-    line = f"peak              {_size(summary.peak_bytes)}"
+    line = f"peak              {format_bytes(summary.peak_bytes)}"
     if summary.budget_bytes is None:
         return f"{line}, no budget"
     line += f" of {format_bytes(summary.budget_bytes)}"
@@ -118,10 +118,6 @@ def _predictions(summary: RunSummary) -> str:
         f"prediction error  median {summary.prediction_error_median:.2%}, "
         f"max {summary.prediction_error_max:.2%}, over {summary.predictions} steps"
     )
-
-
-def _size(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else format_bytes(num_bytes)
 
 
 def _rate(tokens_per_second: float | None) -> str:

@@ -135,5 +135,5 @@ def progress_callback(figures: Figures) -> Callback:
 
 
 def _memory(step: StepRecord) -> str:
-    used = "unknown" if step.peak_bytes is None else format_bytes(step.peak_bytes)
+    used = format_bytes(step.peak_bytes)
     return used if step.budget_bytes is None else f"{used} of {format_bytes(step.budget_bytes)}"
