@@ -67,14 +67,13 @@ class AttachOptions:
                 "overrides only over a recipe that is read here. Put the values into the recipe."
             )
 
-    def attach(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Session:
-        """Attaches to a model."""
+    def attach(self, model: nn.Module, device: torch.device | None) -> Session:
+        """Attaches to a model that is going to train on `device`; None: where it is."""
         recipe = self.recipe
-        if isinstance(recipe, (str, Path)) and (self.overrides or recipe != "auto"):
+        if isinstance(recipe, (str, Path)):
             recipe = load_recipe(recipe, self.overrides)
         return attach(
             model,
-            list(optimizers),
             recipe=recipe,
             budget=self.budget,
             policy=self.policy,
@@ -82,6 +81,7 @@ class AttachOptions:
             batch_shape=self.batch_shape or default_batch_shape,
             journal=self.journal,
             on_escalation=self.on_escalation,
+            device=device,
         )
 
 
@@ -188,7 +188,7 @@ class AccelerateDriver:
     def manage(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Attaches to a model, or covers more optimizers of the one that is attached."""
         if not self.is_attached:
-            self.session = self._options.attach(model, ())
+            self.session = self._options.attach(model, self._device_to_be())
             self.is_attached = True
             self._take_up_carried()
             self._tell_what_is_repeated()
@@ -264,6 +264,13 @@ class AccelerateDriver:
         if self.session is not None and self.is_attached:
             self.session.read_parameters()
         return result
+
+    def _device_to_be(self) -> torch.device | None:
+        """Returns where a wrapper is going to move a model; None: it is there already."""
+        if self._accelerator.distributed_type not in _PLACED_BY_WRAPPER:
+            return None
+        device: torch.device = self._accelerator.device
+        return device
 
     def _place(self, model: nn.Module, placement: bool | None) -> None:
         """Moves a model to the device where `prepare` is going to put it."""

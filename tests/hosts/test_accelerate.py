@@ -417,6 +417,20 @@ def test_a_second_model_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert plugin.session.model is first
 
 
+def test_under_fsdp_the_budget_is_that_of_the_device_where_the_wrapper_puts_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = fresh_accelerator()
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = types.SimpleNamespace(fsdp_version=1)
+    accelerator.state.device = torch.device("meta")  # where no weight is yet, as on a GPU
+    monkeypatch.setattr(accelerator, "prepare_model", lambda model, **_: model)
+    plugin = plugin_for(budget="1KiB").attach(accelerator)
+    accelerator.prepare(Net(Faults()))
+    assert plugin.is_attached, "not refused as too small for weights on the CPU"
+    plugin.detach()
+
+
 def test_a_failing_prepare_leaves_the_model_as_it_was() -> None:
     accelerator = fresh_accelerator()
     plugin_for().attach(accelerator)
