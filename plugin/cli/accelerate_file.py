@@ -11,10 +11,12 @@ from typing import Any
 
 import yaml
 
+from rematic.hosts.recompute_environment import ENABLED, FSDP_KEY, OVERRIDES, RECIPE
+
 SECTION = "recompute_config"
 """Key at the top of the file, for `rematic launch` only."""
-FSDP_SECTION, FSDP_KEY = "fsdp_config", "rematic_recipe"
-"""A section of Accelerate's in which every launcher lets other keys pass, and the key in it."""
+FSDP_SECTION = "fsdp_config"
+"""A section of Accelerate's in which every launcher lets other keys pass, `FSDP_KEY` among them."""
 _KEYS = ("enabled", "recipe", "overrides")
 
 
@@ -34,9 +36,9 @@ class RecomputeSection:
     def environment(self) -> dict[str, str]:
         """Returns the variables by which scripts learn of it."""
         return {
-            "REMATIC_ENABLED": "true" if self.enabled else "false",
-            "REMATIC_RECIPE": self.recipe,
-            "REMATIC_OVERRIDES": json.dumps(list(self.overrides)),
+            ENABLED: "true" if self.enabled else "false",
+            RECIPE: self.recipe,
+            OVERRIDES: json.dumps(list(self.overrides)),
         }
 
 

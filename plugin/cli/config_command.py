@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rematic.cli.accelerate_file import (
-    FSDP_KEY,
     FSDP_SECTION,
     SECTION,
     load_accelerate_file,
@@ -15,6 +16,7 @@ from rematic.cli.accelerate_file import (
 )
 from rematic.cli.config_edit import edit_section
 from rematic.cli.exit_codes import DONE
+from rematic.hosts.recompute_environment import FSDP_KEY
 from rematic.recipes import load_recipe
 
 
@@ -25,11 +27,12 @@ def run_config(arguments: argparse.Namespace) -> int:
         ValueError: If the file or the recipe cannot be used, or it is Accelerate's default file.
     """
     path = Path(arguments.config_file)
-    section = section_of(load_accelerate_file(path), path=path)
+    config = load_accelerate_file(path)
+    section = section_of(config, path=path)
     values = _values(arguments, is_new=section is None)
     if values:
         _refuse_default(path)
-        _refuse_second_place(path)
+        _refuse_second_place(config, path)
         text = path.read_text("utf-8")
         path.write_text(edit_section(text, values), "utf-8")
         section = section_of(load_accelerate_file(path), path=path)
@@ -66,8 +69,8 @@ def _refuse_default(path: Path) -> None:
         )
 
 
-def _refuse_second_place(path: Path) -> None:
-    fsdp = load_accelerate_file(path).get(FSDP_SECTION)
+def _refuse_second_place(config: Mapping[str, Any], path: Path) -> None:
+    fsdp = config.get(FSDP_SECTION)
     if isinstance(fsdp, dict) and FSDP_KEY in fsdp:
         raise ValueError(
             f"{path} has {FSDP_SECTION}.{FSDP_KEY} already; expected one place. Remove that key, "

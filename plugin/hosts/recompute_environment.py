@@ -18,10 +18,11 @@ ENABLED = "REMATIC_ENABLED"
 """`true` or `false`; without it a named recipe means true."""
 ACCELERATE_KEY = "FSDP_ACTIVATION_CHECKPOINTING"
 """What `accelerate launch` makes of `fsdp_config.fsdp_activation_checkpointing`."""
+FSDP_KEY = "rematic_recipe"
+"""Key of `fsdp_config` that names a recipe; `accelerate launch` does not pass it on."""
 
 _LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 """Set by every launcher of Accelerate."""
-_LOST_KEY = "rematic_recipe"
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -61,12 +62,12 @@ def _warn_of_lost_key(environment: Mapping[str, str]) -> None:
     from accelerate.commands.config.config_args import default_config_file
 
     path = Path(default_config_file)
-    if path.is_file() and _LOST_KEY in path.read_text("utf-8"):
+    if path.is_file() and FSDP_KEY in path.read_text("utf-8"):
         _log.warning(
             "%s names a recipe by fsdp_config.%s, which `accelerate launch` does not pass on: "
             "rematic is off. Launch by `rematic launch`, or set %s.",
             path,
-            _LOST_KEY,
+            FSDP_KEY,
             RECIPE,
         )
 
