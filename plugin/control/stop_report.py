@@ -95,7 +95,12 @@ def _peak(costs: Costs, request: StepRequest, *, length: int, batch: int) -> int
 
 
 def format_stop(report: StopReport) -> str:
-    """Returns the report as a text that callers who shrink batches recognise."""
+    """Returns the report as a text that callers who shrink batches recognise.
+
+    (Where nothing was tried, a person must decide, and no smaller batch would help.)
+    """
+    if not report.attempts:
+        return f"the training was stopped between two steps: {report.obstacle}"
     tried = "; ".join(_attempt(attempt) for attempt in report.attempts)
     parts = [
         f"a batch of {report.batch} x {report.length} tokens ran out of memory. Tried: {tried}.",

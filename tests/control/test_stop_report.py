@@ -92,6 +92,12 @@ def test_the_text_says_what_would_fit_and_what_to_do() -> None:
     assert "split" not in text
 
 
+def test_a_stop_between_steps_says_what_a_person_must_decide() -> None:
+    """Where nothing was tried, no smaller batch would help, so no caller shall shrink it."""
+    text = format_stop(replace(REPORT, attempts=(), obstacle="memory stays short."))
+    assert text == "the training was stopped between two steps: memory stays short."
+
+
 def test_the_report_is_plain() -> None:
     plain = REPORT.to_plain()
     assert plain["resident_bytes"] == {"weights": 5}
