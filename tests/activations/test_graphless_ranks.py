@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
+from tests.ranks import run_ranks
 
 
 def test_ddp_on_two_ranks_has_the_gradients_of_plain_ddp() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "tests.activations.graphless_ranks", str(port)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    outputs = run_ranks("tests.activations.graphless_ranks", seconds=120)
     assert [output.splitlines()[-1:] for output in outputs] == [["equal"], ["equal"]], outputs

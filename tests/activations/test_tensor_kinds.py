@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from rematic.activations import Engine
 from rematic.memory import SimulatedProbe
 from rematic.policy import Action, Keep, Offload, Plan, Recompute, RecomputeOffload, Selective
 from tests.activations.blocks import make_input, make_model
+from tests.ranks import free_port
 
 WIDTH = 8
 ACTIONS = [Keep(), Recompute(), Selective(), Offload(), RecomputeOffload()]
@@ -100,10 +100,8 @@ def test_a_unit_that_makes_jagged_tensors_is_kept(caplog: pytest.LogCaptureFixtu
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import rematic
 from rematic.cli.accelerate_file import load_accelerate_file, section_of
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated",
@@ -158,10 +158,7 @@ def test_a_loop_of_ranks_in_a_world_of_one(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(key, value)
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(key, value)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-
 import pytest
+
+from tests.ranks import run_ranks
 
 
 @pytest.mark.slow
@@ -15,16 +13,6 @@ def test_ddp_and_fsdp2_end_in_the_weights_of_training_without_checkpointing() ->
 
     If that is equal one day, the line that warns of it has to go.
     """
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "tests.hosts.accelerate_ranks", str(port)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    outputs = run_ranks("tests.hosts.accelerate_ranks", seconds=240)
     last = [output.splitlines()[-1:] for output in outputs]
     assert last == [["equal, stock wrapper not"]] * 2, outputs

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from torch import nn
 import rematic
 import rematic.callbacks
 from tests.hosts.lightning_fits import Runner
+from tests.ranks import run_ranks
 
 KINDS = ("ddp", "ddp accumulating", "ddp failing", "fsdp2", "fsdp2 accumulating", "fsdp")
 NAMES = {
@@ -27,22 +25,7 @@ NAMES = {
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, dict[str, Any]]]:
     """What each of two ranks printed, by kind of fit."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "tests.hosts.lightning_ranks", str(port)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    outputs = run_ranks("tests.hosts.lightning_ranks", seconds=240)
     lines = [[json.loads(x) for x in o.splitlines() if x.startswith("{")] for o in outputs]
     return [{line["kind"]: line for line in of_rank} for of_rank in lines]
 

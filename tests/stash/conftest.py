@@ -1,4 +1,4 @@
-"""One thread, and a disk stash that takes tensors of any size."""
+"""A disk stash that takes tensors of any size."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from rematic.stash import DiskStash
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

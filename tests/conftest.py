@@ -1,0 +1,28 @@
+"""What every test begins with: one thread, and the environment that the run was started in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """The models are tiny, and sums must not depend on how work is split."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Lightning leaves `LOCAL_RANK` and more; an Accelerator of a later test would be a rank."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
