@@ -105,6 +105,7 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
         ("OmegaConf", "omegaconf"),
         ("Lightning", "lightning"),
         ("Transformers", "transformers"),
+        ("Accelerate", "accelerate"),
     ],
 )
 def test_tested_versions_are_the_pinned_ones(row: str, package: str) -> None:
