@@ -21,6 +21,7 @@ from rematic.cost.live_profile import (
     batch_inputs,
     live_device,
     trace_live,
+    transformers_model,
 )
 from rematic.cost.profile import StepProfile
 from rematic.cost.roofline import pace_of
@@ -168,6 +169,8 @@ class ModelPlanner:
         try:
             self._refuse_what_no_trace_shows()
             inputs = batch_inputs(batch)
+            if not self._kinds:  # asked once, and before a step is watched for the sake of it
+                transformers_model(self._model)
         except NotTraceableError as error:
             self._is_off = True
             self._tell(str(error))

@@ -243,6 +243,27 @@ def test_units_of_other_models_are_planned_from_measurements() -> None:
     ]
 
 
+def test_a_model_that_cannot_be_traced_is_said_once_and_not_watched_for() -> None:
+    model, probe, journal = make_model(), SimulatedProbe(), Events()
+    x = make_input()
+    probe.track(model.parameters())
+    with probe:
+        model(x).backward()
+        budget = int(0.9 * probe.peak_allocated_bytes)
+        model.zero_grad()
+    session = rematic.attach(model, budget=budget, probe=probe, journal=journal)
+    assert session._model_planner is not None
+    with probe:
+        for batch_size in (2, 2, 2, 3, 3, 3):
+            ids = torch.ones(batch_size, 8, dtype=torch.int64)
+            with session.step({"input_ids": ids, "labels": ids}):
+                model(x).backward()
+            model.zero_grad()
+    (text,) = [event["text"] for event in journal.of("notice") if event["kind"] == "planner"]
+    assert text.endswith("it holds 0 models of transformers, not one")
+    assert session._model_planner._kinds == {}
+
+
 def test_after_a_step_that_took_more_than_predicted_plans_leave_more_room(
     plain: tuple[Outcome, int], recomputed: int
 ) -> None:

@@ -133,12 +133,16 @@ def live_device(model: nn.Module) -> Device:
     """Returns what the device of a model can do.
 
     Raises:
-        ValueError: If it is a GPU that is not in the catalogue.
+        NotTraceableError: If it is a GPU that is not in the catalogue.
     """
     device = _device(model)
     if device.type == "cpu":
         return _apart(local_cpu)
-    return gpu_like(torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    try:
+        return gpu_like(name)
+    except ValueError as error:  # it says what to do at a command line, and here is none
+        raise NotTraceableError(f"the speed of a {name} is not known") from error
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -14,6 +14,7 @@ from rematic.cost.live_profile import (
     NotTraceableError,
     StepKind,
     batch_inputs,
+    live_device,
     trace_live,
     transformers_model,
 )
@@ -107,6 +108,15 @@ def test_models_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
     for batch in range(4, 4 + live_profile.MAX_REMEMBERED):
         trace_live(_llama(), dataclasses.replace(KIND, batch=batch), **options)
     assert trace_live(_llama(), KIND, **options) is not first, "the oldest are forgotten"
+
+
+def test_a_gpu_that_nobody_knows_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_profile, "_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    with pytest.raises(NotTraceableError, match=r"^the speed of a Tesla V100-SXM2-16GB is not"):
+        live_device(nn.Linear(2, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    assert live_device(nn.Linear(2, 2)).name == "t4"
 
 
 def test_a_failure_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
