@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rematic.byte_sizes import format_bytes
 from rematic.cli.exit_codes import DONE
 from rematic.recipes import Budget, Recipe, load_recipe, parse_budget
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from rematic.cost.devices import Device
     from rematic.planner import StepCosts
     from rematic.policy import Action
-
-AUTO_SHARE = 0.95
-"""Share of a device's memory that the budget `auto` means."""
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -81,7 +79,7 @@ def _plan(
         forecasts=tuple(forecast_step(costs_at(length), pace, terms) for length in lengths),
         longest={policy: longest(policy) for policy in POLICIES} if arguments.max_length else None,
         longest_limit=limit,
-        notes=_notes(recipe),
+        notes=_notes(recipe, device, budget_bytes),
     )
 
 
@@ -99,7 +97,7 @@ def parse_lengths(text: str | None, *, longest: int) -> list[int]:
 
 def _length(text: str) -> int:
     digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    if not digits.isdigit() or int(digits) * factor < 2:
+    if not digits.isdecimal() or int(digits) * factor < 2:
         raise ValueError(
             f"the length {text!r} cannot be read; expected tokens, at least 2, such as 4096 or 4k"
         )
@@ -119,6 +117,8 @@ def budget_of(budget: Budget, device: Device) -> int:
             f"the budget is {budget}, a share of the device, but the memory of a CPU is also for "
             "others; expected a size: add --budget 8GiB, or name a GPU by --device"
         )
+    from rematic.budget import AUTO_SHARE
+
     share = AUTO_SHARE if budget.value is None else float(budget.value)
     return int(share * device.memory_bytes)
 
@@ -159,10 +159,16 @@ def _given(recipe: Recipe, costs: StepCosts) -> tuple[Action | None, ...] | None
     return resolve(rules, dict(zip(costs.unit_names, of_unit, strict=True)))
 
 
-def _notes(recipe: Recipe) -> tuple[str, ...]:
-    if not recipe.policy.rules:
-        return ()
-    return ("only the row `planned` follows the rules of the recipe (policy.rules)",)
+def _notes(recipe: Recipe, device: Device, budget_bytes: int) -> tuple[str, ...]:
+    notes = []
+    if device.memory_bytes is not None and budget_bytes > device.memory_bytes:
+        notes.append(
+            f"the budget is more than the {format_bytes(device.memory_bytes)} of {device.name}, so "
+            "what fits into it need not fit there: expected less, such as --budget auto"
+        )
+    if recipe.policy.rules:
+        notes.append("only the row `planned` follows the rules of the recipe (policy.rules)")
+    return tuple(notes)
 
 
 def _plot_path(written: str) -> Path:

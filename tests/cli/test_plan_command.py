@@ -93,6 +93,15 @@ def test_says_what_cannot_be_planned(
     assert captured.out == ""
 
 
+def test_a_budget_beyond_the_device_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "tiny-cpu", *SMALL, "--device", "t4", "--lengths", "64", "--json"]
+    assert main([*argv, "--budget", "15GiB"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+    assert main([*argv, "--budget", "16GiB"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith("the budget is more than the 15.0 GiB of t4")
+
+
 def test_a_plot_needs_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ["plan", "tiny-cpu", *SMALL, "--device", "l4", "--lengths", "64"]
     assert main([*argv, "--plot", str(tmp_path / "none" / "step.svg")]) == 2
@@ -105,6 +114,8 @@ def test_reads_lengths() -> None:
     assert parse_lengths(None, longest=3) == [2, 3]
     with pytest.raises(ValueError, match="the length '1' cannot be read"):
         parse_lengths("1", longest=7)
+    with pytest.raises(ValueError, match="the length '²' cannot be read"):
+        parse_lengths("²", longest=7)
     with pytest.raises(ValueError, match="the length '' cannot be read"):
         parse_lengths("4k,", longest=7)
 
