@@ -2,12 +2,12 @@
 
     python benchmarks/idle_overhead.py            # 100 pairs, about two minutes on two cores
     python benchmarks/idle_overhead.py --json
-    python benchmarks/idle_overhead.py --host accelerate    # by @plugin.step, which can repeat it
+    python benchmarks/idle_overhead.py --host accelerate    # or trainer, or another of idle_hosts
 
 Two equal models, one attached with a budget that is never near, run the same batch in turn (plain
 first, attached first, plain first, ...) in one process, so that a slow moment of the machine falls
-on both. glibc keeps freed memory, as a caching allocator does; without that, page faults are what
-is measured.
+on both. A step is forward, backward and the optimizer's, by the loop of a host. glibc keeps freed
+memory, as a caching allocator does; without that, page faults are what is measured.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-import accelerate
 import torch
 import transformers
 from torch import nn
 
-import rematic
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the hosts are a file of their own
+
+from benchmarks.idle_hosts import HOSTS, Loop
 from rematic.memory import use_caching_malloc
 
 VOCABULARY = 320
@@ -57,48 +60,24 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Returns the ratio of each pair, and the seconds of each plain step."""
-    plain, attached = make_llama(arguments), make_llama(arguments)
-    ids = torch.randint(0, plain.config.vocab_size, (1, arguments.tokens))
-
-    def plain_step() -> None:
-        plain(input_ids=ids, labels=ids).loss.backward()
-
-    attached_step, detach = _attached(attached, ids, host=arguments.host)
-
+    plain, attached = (make_loop(arguments, attached=attached) for attached in (False, True))
     for _ in range(3):  # the first steps learn, and warm the allocator up
-        plain_step(), attached_step()
+        plain.step(), attached.step()
     ratios, plain_seconds = [], []
     for i in range(arguments.pairs):
-        order = (plain_step, attached_step) if i % 2 else (attached_step, plain_step)
-        seconds = {step: _seconds(step) for step in order}
-        ratios.append(seconds[attached_step] / seconds[plain_step])
-        plain_seconds.append(seconds[plain_step])
-    detach()
+        order = (plain, attached) if i % 2 else (attached, plain)
+        seconds = {id(loop): _seconds(loop.step) for loop in order}
+        ratios.append(seconds[id(attached)] / seconds[id(plain)])
+        plain_seconds.append(seconds[id(plain)])
+    plain.close(), attached.close()
     return ratios, plain_seconds
 
 
-def _attached(
-    model: nn.Module, ids: torch.Tensor, *, host: str
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Returns a step of the attached model, and what detaches it."""
-    batch = {"input_ids": ids}
-    if host == "accelerate":
-        accelerator = accelerate.Accelerator(cpu=True)
-        plugin = rematic.RecomputePlugin(budget="64GiB").attach(accelerator)
-        accelerator.prepare(model)
-
-        @plugin.step
-        def repeatable_step(batch: dict[str, torch.Tensor]) -> None:
-            accelerator.backward(model(**batch, labels=ids).loss)
-
-        return lambda: repeatable_step(batch), plugin.detach
-    session = rematic.attach(model, budget="64GiB")
-
-    def step() -> None:
-        with session.step(batch):
-            model(input_ids=ids, labels=ids).loss.backward()
-
-    return step, session.detach
+def make_loop(arguments: argparse.Namespace, *, attached: bool) -> Loop:
+    """Returns a loop of the host that was asked for, always over the same ids and weights."""
+    model = make_llama(arguments)
+    ids = torch.randint(0, VOCABULARY, (1, arguments.tokens))
+    return HOSTS[arguments.host](model, {"input_ids": ids, "labels": ids}, attached)
 
 
 def make_llama(arguments: argparse.Namespace) -> nn.Module:
@@ -124,8 +103,8 @@ def _seconds(step: Callable[[], None]) -> float:
 def _as_text(result: dict[str, object]) -> str:
     quartiles = ", ".join(f"{q:.4f}" for q in result["ratio_quartiles"])
     return (
-        f"attached / plain over {result['pairs']} pairs at {result['tokens']} tokens, hidden size "
-        f"{result['hidden_size']}, {result['layers']} layers: median "
+        f"{result['host']}: attached / plain over {result['pairs']} pairs at {result['tokens']} "
+        f"tokens, hidden size {result['hidden_size']}, {result['layers']} layers: median "
         f"{result['ratio_median']:.4f} (quartiles {quartiles}; "
         f"{result['ratio_min']:.3f} to {result['ratio_max']:.3f}), bar {result['bar']}"
     )
@@ -138,7 +117,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--host", choices=("none", "accelerate"), default="none")
+    parser.add_argument("--host", choices=tuple(HOSTS), default="plain")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
