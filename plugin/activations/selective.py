@@ -9,16 +9,19 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from rematic.activations import torch_private
 from rematic.activations.module_state import version_of
+from rematic.activations.nested import iter_leaves, map_leaves
 from rematic.policy import OpName, parse_op_name
 
 _log = logging.getLogger("rematic")
+CallKind: TypeAlias = tuple[tuple[tuple[type, bool], ...], tuple[str, ...]]
+"""Types of the arguments of a call with whether they need a gradient, and the names of some."""
 _DROPOUTS = frozenset({"dropout_p", "p_dropout", "dropout"})
 """What kernels call the chance of their dropout."""
 
@@ -32,20 +35,19 @@ class OpSelection:
         self._unit_name = unit_name
         self._names = [parse_op_name(written) for written in save]
         self._asked_for = asked_for
-        self._num_needed: int | None = None
-        self.is_useless = False
-        """Whether the unit changes a kept result in place, so that it is recomputed instead."""
+        # By kind of call: how many ops a replay needs at most, so that none beyond is kept.
+        self._num_needed: dict[CallKind, int] = {}
+        self._changed: set[tuple[Any, int]] = set()
 
-    def open_cache(self) -> SelectiveCache:
-        """Returns an empty cache for one call."""
-        return SelectiveCache(self)
+    def open_cache(self, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> SelectiveCache:
+        """Returns an empty cache for one call with these arguments."""
+        return SelectiveCache(self, _kind_of(call))
 
     def keeps(
         self,
         func: Any,
         call: tuple[tuple[Any, ...], Mapping[str, Any]],
         *,
-        index: int,
         before: Counter[str],
     ) -> bool:
         """Returns whether the result of one op is kept.
@@ -53,19 +55,29 @@ class OpSelection:
         Args:
             func: The op, whatever the dispatcher passes.
             call: Its positional and its keyword arguments.
-            index: How many ops ran before it in this forward.
             before: How often each op ran before it.
         """
-        if self._num_needed is not None and index >= self._num_needed:
-            return False  # a replay stops before it comes to this op
         name = func._schema.name
         if not any(self._means(op, name, before) for op in self._names):
             return False
         return not (is_random(func, *call) or _changes_or_views(func))
 
-    def learn(self, *, num_needed: int, seen: Counter[str]) -> None:
+    def is_needed(self, kind: CallKind, index: int) -> bool:
+        """Returns whether a replay may come to the op before which `index` others ran.
+
+        (A replay stops at the last tensor that was saved. Only a forward shows where that is: what
+        it kept in vain goes when it has ended, what calls of its kind never needed is not kept.)
+        """
+        known = self._num_needed.get(kind)
+        return known is None or index < known
+
+    def is_changed(self, func: Any, number: int) -> bool:
+        """Returns whether a unit was seen to change the result of this call of an op in place."""
+        return (func, number) in self._changed
+
+    def learn(self, kind: CallKind, *, num_needed: int, seen: Counter[str]) -> None:
         """Takes note, at the end of a forward, of the ops a replay needs and of those seen."""
-        if self._num_needed is None and self._asked_for:
+        if not self._num_needed and self._asked_for:
             for op in self._names:
                 if not any(seen[name] > (op.occurrence or 0) for name in op.ops):
                     _log.warning(
@@ -75,19 +87,19 @@ class OpSelection:
                         op.written,
                         ", ".join(sorted(seen)),
                     )
-        self._num_needed = max(num_needed, self._num_needed or 0)
+        self._num_needed[kind] = max(num_needed, self._num_needed.get(kind, 0))
 
-    def give_up(self, op: str) -> None:
-        """Takes note that the result of `op` is changed in place after it is kept."""
-        if not self.is_useless:
-            self.is_useless = True
+    def learn_change(self, func: Any, number: int) -> None:
+        """Takes note that what a call of an op returned is changed in place after it is kept."""
+        if not self._changed:
             _log.warning(
-                "unit %r: the result of %s, which selective should keep, is changed in place; the "
-                "unit is recomputed instead. Leave that op out of `save`, or the in-place op out "
-                "of the unit.",
+                "unit %r: the result of %s, which selective should keep, is changed in place. This "
+                "call is recomputed; from the next on a copy of that result is kept. Leave the op "
+                "out of `save`, or the in-place op out of the unit, to do without the copy.",
                 self._unit_name,
-                op,
+                func,
             )
+        self._changed.add((func, number))
 
     def _means(self, op: OpName, name: str, before: Counter[str]) -> bool:
         if name not in op.ops:
@@ -98,10 +110,10 @@ class OpSelection:
 class SelectiveCache:
     """The results that one call keeps."""
 
-    def __init__(self, selection: OpSelection) -> None:
+    def __init__(self, selection: OpSelection, kind: CallKind) -> None:
         self._selection = selection
         # An object of its own: were it `self`, torch's contexts would close a reference cycle.
-        self._decider = _Decider(selection)
+        self._decider = _Decider(selection, kind)
         contexts = create_selective_checkpoint_contexts(self._decider.decide)  # type: ignore[no-untyped-call] # torch 2.13
         self._in_forward, self._in_replay = contexts
         for context in contexts:  # what is compiled inside of the unit stays compiled
@@ -113,16 +125,21 @@ class SelectiveCache:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields what is kept."""
-        for _, tensor, _ in torch_private.selective_results(self._in_forward):
+        for _, _, tensor, _ in torch_private.selective_results(self._in_forward):
             yield tensor
+        for _, _, result in self._decider.copies:
+            yield from iter_leaves(result)
 
     def is_usable(self) -> bool:
         """Returns whether nothing that is kept was changed in place in the meantime."""
-        results = torch_private.selective_results(self._in_forward)
-        mutated = [op for op, tensor, version in results if version_of(tensor) != version]
-        if mutated:
-            self._selection.give_up(mutated[0])
-        return not mutated
+        changed = [
+            (op, number)
+            for op, number, tensor, version in torch_private.selective_results(self._in_forward)
+            if version_of(tensor) != version
+        ]
+        for op, number in changed:
+            self._selection.learn_change(op, number)
+        return not changed
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -130,7 +147,14 @@ class SelectiveCache:
         with self._in_forward:
             yield
         decider = self._decider
-        self._selection.learn(num_needed=decider.num_ops_at_last_slot, seen=decider.seen)
+        num_needed = decider.num_ops_at_last_slot
+        self._selection.learn(decider.kind, num_needed=num_needed, seen=decider.seen)
+        copies, decider.copies = decider.copies, []
+        for op, number, result in copies:
+            torch_private.put_selective_result(self._in_forward, op, number, result)
+        for index, op, number in decider.kept:
+            if index >= num_needed:
+                torch_private.put_selective_result(self._in_forward, op, number, None)
 
     def replaying(self) -> contextlib.AbstractContextManager[Any]:
         """Gives results back to the replay that runs in the body, each one once."""
@@ -144,17 +168,41 @@ def _yes() -> bool:
 class _Decider:
     """Counts the ops of one forward and decides of each whether its result is kept."""
 
-    def __init__(self, selection: OpSelection) -> None:
+    def __init__(self, selection: OpSelection, kind: CallKind) -> None:
         self._selection = selection
+        self._num_calls: Counter[Any] = Counter()
+        self.kind = kind
         self.seen: Counter[str] = Counter()
         self.num_ops = 0
         self.num_ops_at_last_slot = 0
+        self.kept: list[tuple[int, Any, int]] = []
+        """What is kept: how many ops ran before, the op, which of its calls."""
+        self.copies: list[tuple[Any, int, Any]] = []
+        """Copies of results that will be changed in place: the op, which of its calls, result."""
 
     def decide(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = self._selection.keeps(func, (args, kwargs), index=self.num_ops, before=self.seen)
+        index, number = self.num_ops, self._num_calls[func]
+        keeps = self._selection.is_needed(self.kind, index) and self._selection.keeps(
+            func, (args, kwargs), before=self.seen
+        )
         self.num_ops += 1
+        self._num_calls[func] += 1
         self.seen[func._schema.name] += 1
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        if not keeps:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.kept.append((index, func, number))
+        if self._selection.is_changed(func, number):
+            copy = map_leaves(torch.clone, context.op_output)
+            self.copies.append((func, number, copy))
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+
+def _kind_of(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> CallKind:
+    """Returns which arguments are given, of what type, and whether they need a gradient."""
+    values = [*call[0], *call[1].values()]
+    kinds = tuple((type(value), getattr(value, "requires_grad", False)) for value in values)
+    return kinds, tuple(call[1])
 
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves, tree_map
 
 COMPILED_CALL = "_compiled_call_impl"
 """Where `module.compile()` leaves what a call of the module runs."""
@@ -136,8 +137,8 @@ def default_device_override() -> torch.device | None:
     return torch.get_default_device()
 
 
-def selective_results(context: object) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Yields (op, tensor, its version then) of all that torch's selective checkpoint holds.
+def selective_results(context: object) -> Iterator[tuple[Any, int, torch.Tensor, int]]:
+    """Yields (op, which call of it, tensor, its version then) of what selective checkpoint holds.
 
     Nothing where a later torch keeps them elsewhere: their bytes then do not count as held.
 
@@ -145,11 +146,32 @@ def selective_results(context: object) -> Iterator[tuple[str, torch.Tensor, int]
         context: The forward context.
     """
     for op, by_call in getattr(context, "storage", {}).items():
-        for entry in by_call.values():
+        for number, entry in by_call.items():
             for leaf in tree_leaves(entry):
                 value = getattr(leaf, "val", None)
                 if isinstance(value, torch.Tensor):
-                    yield str(op), value, leaf.version
+                    yield op, number, value, leaf.version
+
+
+def put_selective_result(context: object, op: object, number: int, result: object) -> bool:
+    """Puts the result of one call of an op into what torch's selective checkpoint holds.
+
+    Args:
+        context: The forward context.
+        op: The op.
+        number: Which of its calls, counted from 0.
+        result: What it returned; None to have it computed again.
+
+    Returns:
+        Whether this torch keeps results where they can be put.
+    """
+    by_call = getattr(context, "storage", {}).get(op)
+    wrapper = getattr(checkpoint, "_VersionWrapper", None)
+    recomputed = getattr(checkpoint, "_RECOMPUTE", None)
+    if by_call is None or number not in by_call or wrapper is None or recomputed is None:
+        return False
+    by_call[number] = recomputed if result is None else tree_map(wrapper, result)
+    return True
 
 
 def composable_checkpoint_state(module: nn.Module) -> Any:  # of a class that torch does not name

@@ -32,7 +32,7 @@ from rematic.activations.selective import OpSelection, SelectiveCache
 from rematic.activations.surroundings import Surroundings
 from rematic.activations.tiling import Tiling
 from rematic.activations.unit_forward import UnitForward, recording_state
-from rematic.activations.wrappers import unwrapped
+from rematic.activations.unit_kind import kind_of
 from rematic.memory import is_out_of_memory, requested_bytes
 from rematic.stash import Stash, StashError
 
@@ -208,7 +208,7 @@ class Unit:
             position=self.position,
             module_state=ModuleState(module, self._mutable.get(module.training), self._walk),
             held=held or filled_cache or self.pinned is not None,
-            cache=self._cache(),
+            cache=self._cache(call),
             observers=self._observers,
         )
         if isinstance(body, RoutedBody):
@@ -223,8 +223,8 @@ class Unit:
         self.ledger.open(record)
         return record
 
-    def _cache(self) -> SelectiveCache | None:
-        if self.selection is None or self.starts_held or self.selection.is_useless:
+    def _cache(self, call: Call) -> SelectiveCache | None:
+        if self.selection is None or self.starts_held:
             return None
         if self.graphless or self.is_compiled:
             reason = (
@@ -232,7 +232,7 @@ class Unit:
             )
             self.note_once(f"it is recomputed whole where it should be selective, since {reason}")
             return None
-        return self.selection.open_cache()
+        return self.selection.open_cache(call)
 
     def _attempt(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_forwards += 1
@@ -338,7 +338,7 @@ class Unit:
 
     def _check(self, record: Record) -> None:
         num_hooks = self._observers.num_present(record.module_state.inner_modules())
-        kind = (type(unwrapped(self.module)), self.module.training, num_hooks)
+        kind = kind_of(self.module, num_hooks=num_hooks)
         verdicts = self.ledger.verdicts
         if kind not in verdicts:
             try:

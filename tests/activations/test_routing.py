@@ -241,6 +241,23 @@ def test_case_d6_mixtral(action: Any) -> None:
     engine.detach()
 
 
+def test_case_d6_mixtral_keeps_what_selective_says_though_its_top_k_is_changed_in_place() -> None:
+    model = mixtral()
+    engine = applied(Engine(model), Selective())
+    ids = torch.arange(14).view(2, 7) % 11
+    tokens, pairs = 14, 14 * 2  # each token goes to two experts
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        kept = [record.own_bytes() for record in engine.ledger.records()]
+        loss.backward()
+    products = tokens * (8 + 4 + 4 + 8 + 4)  # query, key, value, output, router
+    attention = tokens * (8 + 2)  # with the logarithm of the sum for each head
+    experts = pairs * (2 * 16 + 8)
+    choices = tokens * 2 * (4 + 8) + pairs * (8 + 8)  # top-k, order of the pairs by expert
+    assert kept == [(products + attention + experts) * 4 + choices] * 2
+    engine.detach()
+
+
 def test_routers_are_no_units_unless_they_are_named() -> None:
     model = nn.ModuleDict({"gates": nn.ModuleList([MoE(NoisyRouter).gate for _ in range(2)])})
     with pytest.raises(ValueError, match="found no repeated stack"):
