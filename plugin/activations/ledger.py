@@ -6,9 +6,8 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 
@@ -42,10 +41,6 @@ class LedgerCounts:
     """Replays by name of unit."""
 
 
-Kind: TypeAlias = tuple[type, bool, int]
-"""Class of a unit, whether it was training, how many hooks it holds that only look on."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What one replay of a unit has shown of all of its kind."""
@@ -74,7 +69,7 @@ class Ledger:
         runs again."""
         self.at_notice: Callable[[Notice], None] | None = None
         """Called with what is found out about a unit."""
-        self.verdicts: dict[Kind, Verdict] = {}
+        self.verdicts: dict[Hashable, Verdict] = {}
         """What the safety check found, by kind of unit."""
         self._records: list[weakref.ref[Record]] = []
         self._purge_at = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from collections import Counter
@@ -80,6 +81,44 @@ def test_a_unit_that_does_not_do_the_same_twice_is_kept_and_named(
     assert reason in warnings[0]
     assert warnings[0].endswith("If you know better, name it in `policy.trust`.")
     assert all(unit.pinned is not None for unit in engine.units)
+
+
+class MaybeNoisy(nn.Module):
+    """Draws from outside torch, or not, as it was configured."""
+
+    def __init__(self, noise: Any) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+        self.noise = noise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = getattr(self.noise, "scale", self.noise)
+        values = np.random.default_rng().normal(size=6) if noise else np.zeros(6)
+        return torch.tanh(self.proj(x) * (1 + torch.from_numpy(values).float()))
+
+
+@dataclasses.dataclass
+class NoiseConfig:
+    scale: float
+
+
+@pytest.mark.parametrize(
+    "noises", [(0.0, 0.5), (False, True), (NoiseConfig(0.0), NoiseConfig(0.5))], ids=str
+)
+def test_units_of_one_class_with_other_settings_are_checked_each(noises: Any) -> None:
+    model = nn.Sequential(nn.Sequential(*map(MaybeNoisy, (*noises, *noises))))
+    engine = Engine(model)
+    model(torch.randn(4, 6)).sum().backward()
+    assert [unit.pinned is None for unit in engine.units] == [True, False, True, False]
+
+
+def test_units_that_differ_in_their_number_alone_are_checked_once() -> None:
+    model = nn.Sequential(nn.Sequential(*(MaybeNoisy(0.0) for _ in range(4))))
+    for i, block in enumerate(model[0]):
+        block.layer_idx, block.drop_path = i, 0.1 * (i + 1)
+    engine = Engine(model)
+    model(torch.randn(4, 6)).sum().backward()
+    assert len(engine.ledger.verdicts) == 1
 
 
 def test_a_trusted_unit_is_not_checked() -> None:
