@@ -61,6 +61,11 @@ class EventLog(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing compiles here, and torch's (2.13) guard against that costs as much as an op.
+        return False
+
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Takes note of tensors that exist before the step."""
         for storage in storages_of(tuple(tensors)):

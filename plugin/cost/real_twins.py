@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rematic.cost.shape_cache import ShapeCache
 from rematic.cost.torch_private import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 _aten = torch.ops.aten
@@ -39,7 +40,13 @@ class RealTwins(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
         self._fake_mode = fake_mode
+        self._cache = ShapeCache(fake_mode)
         self._twins = WeakTensorKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing compiles here, and torch's (2.13) guard against that costs as much as an op.
+        return False
 
     def fake(self, real: torch.Tensor) -> torch.Tensor:
         """Returns a fake tensor like `real`, with itself as the twin if it holds whole numbers."""
@@ -108,7 +115,7 @@ class RealTwins(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
     ) -> Any:  # noqa: ANN401
         if func is _aten._grouped_mm.default and tensors[0].dtype is torch.float32:
             return _grouped_product(*tensors)
-        return func(*args, **kwargs)
+        return self._cache.call(func, args, kwargs, tensors)
 
     def _real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         def twin(value: Any) -> Any:  # noqa: ANN401
