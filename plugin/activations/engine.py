@@ -162,7 +162,7 @@ def _refuse_attached(model: nn.Module) -> None:
 
 
 def _refuse_data_parallel(model: nn.Module) -> None:
-    # Its copies carry the `forward` of the instance over, which runs the module it was put on.
+    # Its replicas run as they are: nothing would be managed but what one device does.
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise ValueError(

@@ -6,12 +6,17 @@ import copy
 import functools
 import inspect
 import logging
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from rematic.activations.shallow_copies import (
+    forward_of_copy,
+    plain_forward,
+    shallow_copy_called,
+)
 
 _log = logging.getLogger("rematic")
 
@@ -63,11 +68,18 @@ class InstanceForward:
             module.__dict__["forward"] = self._previous
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `around` with `forward` and the arguments."""
+        """Calls `around` with `forward` and the arguments; a shallow copy runs its own."""
+        copied = shallow_copy_called(self._module())
+        if copied is not None:
+            return self.forward_of_copy(copied)(*args, **kwargs)
         original = self._original()
         return (
             self._around(original, *args, **kwargs) if self._active else original(*args, **kwargs)
         )
+
+    def forward_of_copy(self, copied: nn.Module) -> Callable[..., Any]:
+        """Returns what `forward` of a shallow copy is without rematic."""
+        return forward_of_copy(copied, self._previous)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns the plain `forward` of the copy."""
@@ -84,7 +96,7 @@ class InstanceForward:
             return self._previous
         module = self._module()
         assert module is not None, "forward is only called through its module"
-        return types.MethodType(type(module).forward, module)
+        return plain_forward(module)
 
 
 def _same(value: Any) -> Any:

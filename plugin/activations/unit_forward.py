@@ -18,6 +18,11 @@ from torch import nn
 from rematic.activations import torch_private
 from rematic.activations.compiled import uncompiled
 from rematic.activations.replay import replaying
+from rematic.activations.shallow_copies import (
+    forward_of_copy,
+    plain_forward,
+    shallow_copy_called,
+)
 
 if TYPE_CHECKING:
     from rematic.activations.unit import Unit
@@ -31,9 +36,9 @@ class UnitForward:
     """The callable that stands in for a unit's `forward`, or for its compiled call.
 
     It knows the module weakly, so that attaching makes no new reference cycle, and it copies and
-    pickles into the plain bound method: a copy of an attached model is plain. Not so a shallow copy
-    of the module (`copy.copy`, a replica of `nn.DataParallel`): that holds this very object, which
-    cannot see who calls it, and so runs the module that it was copied from.
+    pickles into the plain bound method: a copy of an attached model is plain. A shallow copy of the
+    module (`copy.copy`, a replica of `nn.DataParallel`) holds this very object, which then runs the
+    forward of the copy.
     """
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
@@ -79,14 +84,19 @@ class UnitForward:
     def _bound(self) -> Callable[..., Any]:
         module = self._module()
         assert module is not None, "forward is only called through its module"
-        return types.MethodType(type(module).forward, module)
+        return plain_forward(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the unit under its record, or plainly where nothing will be saved or replayed."""
+        compiling = torch.compiler.is_compiling()
+        copied = None if compiling else shallow_copy_called(self._module())
+        if copied is not None:
+            self._unit.note_once("not managed in a shallow copy of it, which runs as it is")
+            return self.forward_of_copy(copied)(*args, **kwargs)
         if (
             self.silent
             or not torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
+            or compiling
             # a unit called from inside another one: its tensors belong to the outer record
             or is_recording()
             or replaying()
@@ -99,6 +109,10 @@ class UnitForward:
         if torch_private.inside_compiled_region():
             return uncompiled(self._unit, args, kwargs)
         return self._unit.call(args, kwargs)
+
+    def forward_of_copy(self, copied: nn.Module) -> Callable[..., Any]:
+        """Returns what `forward` of a shallow copy is without rematic."""
+        return forward_of_copy(copied, self._previous)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns the plain `forward` of the copy."""
