@@ -124,7 +124,7 @@ def attach(
     except BaseException:
         engine.detach()
         raise
-    if chosen.policy.tiled_loss:
+    if chosen.policy.tiled_loss == "always":
         _tile_the_loss(session)
     return session
 

@@ -15,7 +15,7 @@ class FieldError(ValueError):
     def __init__(self, message: str, *, field: str) -> None:
         super().__init__(message)
         self.field = field
-        """Name of the field, so that a loader can say where its value was written."""
+        """Name of the field, or the path to one of another section, for its place in the file."""
 
 
 def spelled(value: object) -> str:

@@ -136,10 +136,9 @@ class _Reader:
         try:
             config = build(**values)
         except FieldError as error:
-            entry = tree.entries.get(error.field)
-            origin = tree.origin if entry is None else entry.value.origin
             rest = str(error).removeprefix(error.field)
-            return self._refuse(origin, format_path((*path, error.field)) + rest)
+            where = format_path((*path, *error.field.split(".")))
+            return self._refuse(_place_of(error.field, tree), where + rest)
         for field in dataclasses.fields(schema):
             if field.name not in values:
                 self._note_default(getattr(config, field.name), (*path, field.name))
@@ -149,13 +148,16 @@ class _Reader:
         if dataclasses.is_dataclass(value) and type(value) not in self._parsers:
             for field in dataclasses.fields(value):
                 self._note_default(getattr(value, field.name), (*path, field.name))
+        elif isinstance(value, tuple) and value:
+            for index, item in enumerate(value):
+                self._note_default(item, (*path, index))
         else:
             self.origins[format_path(path)] = DEFAULT
 
     # One of several dataclasses
 
     def _read_member(self, kinds: Collection[object], tree: Tree, path: KeyPath) -> object:
-        members = {_member_name(kind): kind for kind in kinds}
+        members = {name: kind for kind in kinds for name in _member_names(kind)}
         if isinstance(tree, TreeScalar):
             entry = TreeEntry(key_origin=tree.origin, value=tree)
             tree = TreeMap(entries={"name": entry}, origin=tree.origin)
@@ -253,10 +255,19 @@ def _is_union(annotation: object) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
 
 
-def _member_name(kind: object) -> str:
-    (name,) = get_args(get_type_hints(kind)["name"])
-    assert isinstance(name, str)
-    return name
+def _member_names(kind: object) -> tuple[str, ...]:
+    return get_args(get_type_hints(kind)["name"])
+
+
+def _place_of(path: str, tree: TreeMap) -> Origin:
+    """Where the value of a field is written, `section.key` for one of another section."""
+    here: Tree = tree
+    for key in path.split("."):
+        entry = here.entries.get(key) if isinstance(here, TreeMap) else None
+        if entry is None:
+            break
+        here = entry.value
+    return here.origin
 
 
 def _describe(tree: Tree) -> str:

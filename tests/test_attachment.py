@@ -23,7 +23,7 @@ from rematic.recipes import (
     RuleConfig,
     parse_budget,
 )
-from rematic.recipes.schema import Start
+from rematic.recipes.policy_schema import Start
 from tests.activations.blocks import Model, make_input, make_model
 from tests.activations.families import build_llama
 from tests.events import Events
@@ -253,7 +253,7 @@ def test_a_recipe_tiles_the_loss_until_the_session_is_detached() -> None:
     model, journal = build_llama("sdpa"), Events()
     ids = torch.arange(14).view(2, 7) % 11
     plain = model(input_ids=ids, labels=ids)
-    recipe = {"policy": {"start": "recompute", "tiled_loss": True}}
+    recipe = {"policy": {"start": "recompute", "tiled_loss": "always"}}
     session = rematic.attach(model, recipe=recipe, journal=journal)
     output = model(input_ids=ids, labels=ids)
     assert output.logits is None
@@ -266,7 +266,7 @@ def test_a_recipe_tiles_the_loss_until_the_session_is_detached() -> None:
 
 def test_a_loss_that_cannot_be_tiled_leaves_nothing_attached() -> None:
     model = make_model()
-    recipe = {"policy": {"start": "recompute", "tiled_loss": True}}
+    recipe = {"policy": {"start": "recompute", "tiled_loss": "always"}}
     with pytest.raises(ValueError, match="found no language model of transformers"):
         rematic.attach(model, recipe=recipe)
     assert all("forward" not in part.__dict__ for part in model.modules())

@@ -21,7 +21,7 @@ SECTIONS = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("name",
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_keys_and_defaults_are_those_of_the_schema(section: str) -> None:
-    table = PAGE.partition(f"### {section}\n")[2].partition("#")[0]
+    table = PAGE.partition(f"### {section}\n")[2].partition("\n#")[0]
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.MULTILINE)
     assert {key: yaml.safe_load(default) for key, default in rows} == (
         recipe_as_plain(Recipe())[section]

@@ -61,7 +61,7 @@ class DocumentLoader:
 def build_loader(corpus: Corpus, data: DataConfig, *, seed: int) -> DocumentLoader:
     """The loader of a corpus as a recipe's data section wants it."""
     documents = [encode(doc.text, max_length=data.max_length) for doc in corpus.documents]
-    return DocumentLoader(documents, seed=seed, shuffle=data.shuffle)
+    return DocumentLoader(documents, seed=seed, shuffle=data.order == "shuffled")
 
 
 def make_batch(ids: Sequence[int]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ MUST_AGREE = (
     ("model", "type"),
     ("model", "config"),
     ("data", "max_length"),
-    ("data", "shuffle"),
+    ("data", "order"),
     ("training", "seed"),
     ("training", "accumulate"),
     ("training", "precision"),

@@ -130,8 +130,8 @@ def test_a_problem_names_the_file_in_which_it_stands() -> None:
     _write("b.yaml", "extends: ./a.yaml\nmemory:\n  heap_cap: no\n")
     assert _error("b.yaml", "control.attempts=x").splitlines() == [
         "a.yaml:2:3: training.epoch is an unknown key, did you mean epochs?; the keys of training"
-        " are epochs, max_steps, learning_rate, weight_decay, warmup_steps, clip_norm, accumulate,"
-        " precision, seed, threads",
+        " are epochs, max_steps, optimizer, learning_rate, weight_decay, schedule, final_share,"
+        " warmup_steps, clip_norm, accumulate, precision, seed, threads",
         "b.yaml:3:13: memory.heap_cap is 'no' (text); expected a truth value; write true or false",
         "override 1: control.attempts=x: control.attempts is 'x' (text); expected a whole number;"
         " write its digits alone, such as 1024",

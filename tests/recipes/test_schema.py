@@ -10,10 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rematic.recipes import schema
-from rematic.recipes.budget import Budget
-from rematic.recipes.field_checks import FieldError
-from rematic.recipes.schema import (
+from rematic import recipes
+from rematic.recipes import (
     ControlConfig,
     DataConfig,
     KeepConfig,
@@ -27,6 +25,8 @@ from rematic.recipes.schema import (
     TileConfig,
     TrainingConfig,
 )
+from rematic.recipes.budget import Budget
+from rematic.recipes.field_checks import FieldError
 
 _NAME = (
     "expected 1 to 100 letters, digits, spaces and . _ + -, the first a letter or digit; write a"
@@ -55,7 +55,7 @@ _BLANK = "expected text that is not blank"
         (
             DataConfig,
             {"source": " "},
-            f"source is ' '; {_BLANK}; write pydoc_topics or a path to .txt or .jsonl files",
+            f"source is ' '; {_BLANK}; write pydoc_topics, a path, or a dataset's name",
         ),
         (
             DataConfig,
@@ -76,8 +76,8 @@ _BLANK = "expected text that is not blank"
         ),
         (
             DataConfig,
-            {"shuffle": 1},
-            "shuffle is 1; expected a truth value; write true or false",
+            {"packing": 1},
+            "packing is 1; expected a truth value; write true or false",
         ),
         (
             TrainingConfig,
@@ -279,7 +279,7 @@ def test_a_recipe_without_arguments_has_the_documented_defaults() -> None:
     recipe = Recipe()
     assert recipe.name == "auto"
     assert recipe.model == ModelConfig(type=None, config={})
-    assert recipe.data == DataConfig(source="pydoc_topics", max_length=1024, shuffle=True)
+    assert recipe.data == DataConfig(source="pydoc_topics", max_length=1024, order="shuffled")
     assert recipe.training == TrainingConfig(learning_rate=3e-4, clip_norm=1.0, precision="fp32")
     assert recipe.memory == MemoryConfig(budget=Budget(kind="auto"), probe="auto", reserve=0.05)
     assert recipe.policy == PolicyConfig(start="planned", units=(), rules=(), op_retry="auto")
@@ -297,7 +297,7 @@ def test_a_recipe_travels_to_another_process() -> None:
 
 
 def _schema_classes() -> list[type]:
-    return [one for one in vars(schema).values() if dataclasses.is_dataclass(one)]  # type: ignore[misc]
+    return [one for one in vars(recipes).values() if dataclasses.is_dataclass(one)]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("schema_class", _schema_classes(), ids=lambda one: one.__name__)
