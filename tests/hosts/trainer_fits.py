@@ -80,19 +80,17 @@ class Trained:
         mine, theirs = self.model.state_dict(), other.model.state_dict()
         assert list(mine) == list(theirs)
         assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
-        assert [_own(logs) for logs in self.logged.logs] == [
-            _own(logs) for logs in other.logged.logs
-        ]
+        assert [own(logs) for logs in self.logged.logs] == [own(logs) for logs in other.logged.logs]
         assert self.trainer._metrics == other.trainer._metrics
         assert self.trainer._total_train_tokens == other.trainer._total_train_tokens
         assert self.trainer.state.num_input_tokens_seen == other.trainer.state.num_input_tokens_seen
         assert self.trainer.state.global_step == other.trainer.state.global_step
 
 
-def _own(logs: dict[str, Any]) -> dict[str, Any]:
+def own(logs: dict[str, Any]) -> dict[str, Any]:
     """Leaves out times and the figures of rematic."""
     own = {k: v for k, v in logs.items() if not k.startswith("rematic/")}
-    return {k: v for k, v in own.items() if "runtime" not in k and "per_second" not in k}
+    return {k: v for k, v in own.items() if not k.endswith(("time", "per_second"))}
 
 
 def make(
