@@ -5,12 +5,13 @@
 
 One small Llama per way, all equal, run the same batch in turn in one process. An action is
 compared with what a user of torch would write instead: `torch.utils.checkpoint` on every block, the
-same with selective contexts, `save_on_cpu` around every block, or both. Bytes kept are those alive
-at the end of forward beyond those before it, counted exactly by a simulated probe in a step that is
-not timed.
+same with selective contexts, hooks that write what autograd saves to files, or both, and for `tile`
+slices of the MLP with a checkpoint each. Bytes kept are those alive at the end of forward beyond
+those before it, counted exactly by a simulated probe in a step that is not timed.
 
-On a CPU `offload` writes to a scratch file and `save_on_cpu` copies within memory, so their bytes
-are not the same bytes. `compress` has no counterpart.
+On a CPU `offload` moves to a scratch file, where `save_on_cpu` would move nothing: a tensor that is
+on the CPU is its own copy. So its counterpart writes files, too, one per tensor and none for
+parameters, which is what torch's tutorial on these hooks shows. `compress` has no counterpart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import functools
 import json
 import statistics
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +32,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the model is shared
@@ -56,12 +59,15 @@ PEERS = {
     "keep": "plain",
     "recompute": "torch checkpoint",
     "selective": "torch selective contexts",
-    "offload": "torch save_on_cpu",
-    "recompute+offload": "torch checkpoint in save_on_cpu",
+    "offload": "torch hooks to files",
+    "recompute+offload": "torch checkpoint, hooks to files",
     "compress": None,
-    "tile": "torch checkpoint of the MLP",
+    "tile": "torch checkpoint of slices of the MLP",
 }
 """Every action with what it replaces."""
+
+NUM_TILES = 4
+"""The slices of the sequence that an MLP runs in."""
 
 Step = Callable[[torch.Tensor], None]
 
@@ -150,16 +156,18 @@ def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
 
 
 def _ways(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> dict[str, Way]:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    to_files = functools.partial(_saved_in_files, folder)
     peers: dict[str, Callable[[nn.Module], None]] = {
         "plain": lambda model: None,
         "torch checkpoint": lambda model: _wrap_blocks(model, _checkpointed),
         "torch selective contexts": lambda model: _wrap_blocks(model, _selectively),
-        "torch save_on_cpu": lambda model: _wrap_blocks(model, _saved_on_cpu),
-        "torch checkpoint in save_on_cpu": lambda model: _wrap_blocks(
-            model, lambda forward: _saved_on_cpu(_checkpointed(forward))
+        "torch hooks to files": lambda model: _wrap_blocks(model, to_files),
+        "torch checkpoint, hooks to files": lambda model: _wrap_blocks(
+            model, lambda forward: to_files(_checkpointed(forward))
         ),
-        "torch checkpoint of the MLP": lambda model: _wrap(
-            [block.mlp for block in model.model.layers], _checkpointed
+        "torch checkpoint of slices of the MLP": lambda model: _wrap(
+            [block.mlp for block in model.model.layers], _checkpointed_in_slices
         ),
     }
     ways = {}
@@ -181,7 +189,7 @@ def _recipe(action: str) -> Recipe:
 
 
 def _policy(action: str) -> rematic.Policy:
-    options = {"num_tiles": 4} if action == "tile" else {}
+    options = {"num_tiles": NUM_TILES} if action == "tile" else {}
     rule = rematic.Rule(pattern="*", action=action_named(action, **options))
     return rematic.Policy(name=action, rules=(rule,))
 
@@ -204,12 +212,36 @@ def _selectively(forward: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
-def _saved_on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed_in_slices(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(hidden: torch.Tensor) -> torch.Tensor:
+        tiles = hidden.tensor_split(NUM_TILES, dim=1)
+        return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=1)
+
+    return run
+
+
+def _saved_in_files(folder: Path, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what the block returns
-        with save_on_cpu():
+        with saved_tensors_hooks(functools.partial(_write, folder), _read):
             return forward(*args, **kwargs)
 
     return run
+
+
+def _write(folder: Path, tensor: torch.Tensor) -> torch.Tensor | Path:
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return tensor
+    path = folder / uuid.uuid4().hex
+    torch.save(tensor, path)
+    return path
+
+
+def _read(packed: torch.Tensor | Path) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    tensor = torch.load(packed)
+    packed.unlink()
+    return tensor
 
 
 def _forward(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
