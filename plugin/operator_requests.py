@@ -93,7 +93,7 @@ def _grant(fields: Mapping[str, Any], session: Session) -> None:
         known = policy_in_history(session.history, fields["policy"])
         session.pin(known or policy_named(fields["policy"]), reason=reason)
     else:
-        session.unpin()
+        session.unpin(reason=reason)
 
 
 def _reason(fields: Mapping[str, Any]) -> str:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from rematic.control import History, HistoryEntry
+from rematic.control import (
+    Change,
+    History,
+    HistoryEntry,
+    Meeting,
+    change_from_plain,
+    change_to_plain,
+    changed,
+)
 from rematic.policy import Policy, policy_named, resolve
-from rematic.session_events import change_event
-
-MakeHistory: TypeAlias = Callable[[History, int], History]
-"""Returns the history after a change, given the one before it and the number of the micro-batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Change:
-    """A change of policy that was asked for and waits for a boundary."""
-
-    event: str
-    """Its kind in the journal."""
-
-    reason: str
-    """Why."""
-
-    make: MakeHistory
-    """Makes the history after it."""
+from rematic.rank_agreement import RankAgreement, make_agreement
+from rematic.session_events import agreement_event, change_event
+from rematic.transaction import num_ranks
 
 
 class PolicyChanges:
     """Holds the history of policies and changes it between steps, never inside one (contract 7).
+
+    On several ranks a change that was asked for on one of them comes on all at a later boundary.
 
     Args:
         policy: The first policy.
@@ -49,6 +44,8 @@ class PolicyChanges:
         self._allow_lossy = allow_lossy
         self._classes = classes
         self._write = write
+        self._agreement: RankAgreement | None = None
+        self._has_looked = False
         self.actions = resolve(policy, classes)
         """What the policy in force says of each unit; None leaves it to the plan."""
         entry = HistoryEntry(policy=policy, step=0, reason="the first policy")
@@ -56,8 +53,22 @@ class PolicyChanges:
         """The policies so far, the one in force last."""
         self.at_boundary = True
         """Whether no step has begun since the last boundary."""
-        self.pending: list[_Change] = []
-        """What was asked for since."""
+        self.pending: list[Change] = []
+        """What was asked for and has not come."""
+        self.objection: Callable[[Change], str | None] = lambda change: None
+        """Returns what speaks against a change that another rank's controller asks for."""
+        self.at_agreed: Callable[[Change], None] = lambda change: None
+        """Called with a change that all ranks have made."""
+
+    @property
+    def agreement(self) -> RankAgreement | None:
+        """The agreement with other ranks; None in runs of one process."""
+        if num_ranks() == 1:  # or not yet: a session may be there before its process group
+            return None
+        if not self._has_looked:
+            self._has_looked = True
+            self._agreement = make_agreement(self._classes)
+        return self._agreement
 
     def allowed(self, to: str | Policy) -> Policy:
         """Returns the policy that is meant, if it may be put in force.
@@ -75,25 +86,91 @@ class PolicyChanges:
         resolve(policy, self._classes)
         return policy
 
-    def ask(self, event: str, reason: str, make: MakeHistory, *, step: int) -> None:
-        """Changes the history at the next boundary; refuses at once what could not be done then."""
-        change = _Change(event=event, reason=reason, make=make)
+    def ask(self, change: Change, *, step: int) -> None:
+        """Makes a change at a boundary to come; refuses at once what could not be done now.
+
+        Where no step has begun since the last boundary, and there is one process, that is at once.
+
+        Raises:
+            ValueError: If the change cannot be made.
+        """
         history = self.history
         for earlier in (*self.pending, change):
-            history = earlier.make(history, step)
+            history = changed(history, earlier, step=step)
         self.pending.append(change)
+        if self.at_boundary:
+            self._settle(step)
 
     def pass_boundary(self, *, step: int) -> None:
-        """Puts into force what was asked for."""
+        """Puts into force what was asked for, or what ranks have agreed on for this boundary."""
         self.at_boundary = True
-        pending, self.pending = self.pending, []
-        for change in pending:
-            before = self.history.current
-            self.take_up(change.make(self.history, step))
-            after = self.history.current
-            self._write(change_event(change.event, before, after, step=step, reason=change.reason))
+        if self.agreement is not None:
+            self.agreement.boundary += 1
+        self._settle(step)
 
     def take_up(self, history: History) -> None:
         """Puts the last policy of a history into force."""
         self.history = history
         self.actions = resolve(history.current, self._classes)
+
+    def _settle(self, step: int) -> None:
+        if self.agreement is None:
+            pending, self.pending = self.pending, []
+            for change in pending:
+                self._make(change, step)
+            return
+        for meeting in self.agreement.meet(lambda: self._wish(step), lambda t: self._against(t)):
+            self._follow(meeting, step)
+
+    def _make(self, change: Change, step: int, **more: object) -> None:
+        before = self.history.current
+        self.take_up(changed(self.history, change, step=step))
+        event = change_event(change, before, self.history.current, step=step)
+        self._write({**event, **more})
+
+    def _wish(self, step: int) -> str | None:
+        """Returns what this rank would propose: what a person asked for before the controller's."""
+        for change in sorted(self.pending, key=lambda change: change.by_controller):
+            refused = self._obstacle(change)
+            if refused is None:
+                return json.dumps(change_to_plain(change))
+            self.pending.remove(change)  # others have changed what it was to be made on
+            self._write(
+                {"event": "refused", "step": step, "change": change.kind, "reason": refused}
+            )
+        return None
+
+    def _obstacle(self, change: Change) -> str | None:
+        try:
+            changed(self.history, change, step=0)
+            if change.policy is not None:
+                self.allowed(change.policy)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _against(self, text: str) -> str | None:
+        change = change_from_plain(json.loads(text))
+        return self._obstacle(change) or self.objection(change)
+
+    def _follow(self, meeting: Meeting, step: int) -> None:
+        """Does what ranks have agreed on, and takes down what became of a proposal."""
+        proposal = meeting.proposal
+        assert proposal is not None
+        change = change_from_plain(json.loads(proposal.change))
+        if meeting.verdict == "agreed":
+            self._settled(change)
+            # decided under the policy that is left now
+            self.pending = [wish for wish in self.pending if not wish.by_controller]
+            self._make(change, step, rank=proposal.rank)
+            self.at_agreed(change)
+            return
+        self._write(agreement_event(meeting, change, step=step))
+        if meeting.verdict == "refused":
+            self._settled(change)
+
+    def _settled(self, change: Change) -> None:
+        """Forgets what this rank had asked for itself."""
+        same = next((wish for wish in self.pending if wish.is_like(change)), None)
+        if same is not None:
+            self.pending.remove(same)

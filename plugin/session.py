@@ -12,7 +12,7 @@ from torch import nn
 from rematic import control
 from rematic.activations import Engine, Notice, OpRetry
 from rematic.batch_shape import BatchShape
-from rematic.control import Costs, History, StepDecision, StepRequest, StopReport
+from rematic.control import Change, Costs, History, StepDecision, StepRequest, StopReport
 from rematic.memory import MemorySnapshot, Probe, is_out_of_memory
 from rematic.model_planner import ModelPlanner
 from rematic.open_step import OpenStep
@@ -23,7 +23,7 @@ from rematic.policy import (
     Policy,
     Recompute,
 )
-from rematic.policy_changes import MakeHistory, PolicyChanges
+from rematic.policy_changes import PolicyChanges
 from rematic.session_events import attach_event, notice_event, stop_event
 from rematic.session_report import format_session_report
 from rematic.session_settings import SessionSettings
@@ -34,7 +34,7 @@ from rematic.step_record import StepRecord
 from rematic.step_recovery import StepRecovery, begin_recovery, with_room
 from rematic.supervisor import Supervisor
 from rematic.training_tensors import gradient_bytes, pending_gradient_bytes
-from rematic.transaction import ChangingState
+from rematic.transaction import ChangingState, num_ranks
 from rematic.untrained_parameters import tell_of_untrained
 
 B = TypeVar("B")
@@ -85,6 +85,8 @@ class Session:
         self._boundaries: list[OptimizerBoundary] = []
         self.supervisor = Supervisor(self, settings.supervision)
         """Lets the controller see every step."""
+        self._policies.objection = self.supervisor.objection
+        self._policies.at_agreed = self.supervisor.after_agreement
         self._model_planner = model_planner
         engine.ledger.at_notice = self.write_notice
         settings.journal.write(
@@ -117,6 +119,11 @@ class Session:
     def unit_classes(self) -> Mapping[str, str]:
         """Class of each unit by its name, in order."""
         return self._engine.classes
+
+    @property
+    def can_change(self) -> bool:
+        """Whether policies may change by themselves: on one rank, or where ranks can agree."""
+        return num_ranks() == 1 or self._policies.agreement is not None
 
     @property
     def budget_bytes(self) -> int | None:
@@ -281,16 +288,14 @@ class Session:
     def switch(self, to: str | Policy, *, reason: str = "by call") -> None:
         """Puts another policy in force, at the next boundary if a step has begun since the last.
 
+        On several ranks it is enough that one of them asks: the change comes on all of them, at the
+        same boundary, some boundaries later. The same holds of `rollback`, `pin` and `unpin`.
+
         Raises:
             ValueError: If the policy is unknown, loses precision although the recipe does not
                 allow it, one of its rules matches nothing, or the policy in force is pinned.
         """
-        policy = self._policies.allowed(to)
-        self._ask(
-            "switch",
-            reason,
-            lambda history, step: control.switched(history, policy, step=step, reason=reason),
-        )
+        self.ask(Change(kind="switch", policy=self._policies.allowed(to), reason=reason))
 
     def rollback(self, *, steps: int = 1, reason: str = "by call") -> None:
         """Goes back to the policy that was in force `steps` switches ago, at the next boundary.
@@ -298,20 +303,23 @@ class Session:
         Raises:
             ValueError: If there were not so many switches, or the policy in force is pinned.
         """
-        self._ask("rollback", reason, lambda history, _: control.rolled_back(history, steps=steps))
+        self.ask(Change(kind="rollback", steps=steps, reason=reason))
 
     def pin(self, to: str | Policy, *, reason: str = "by call") -> None:
         """Puts a policy in force, at the next boundary, and keeps it until `unpin`."""
-        policy = self._policies.allowed(to)
-        self._ask(
-            "pin",
-            reason,
-            lambda history, step: control.pinned(history, policy, step=step, reason=reason),
-        )
+        self.ask(Change(kind="pin", policy=self._policies.allowed(to), reason=reason))
 
-    def unpin(self) -> None:
+    def unpin(self, *, reason: str = "by call") -> None:
         """Lets the policy change again, from the next boundary on."""
-        self._ask("unpin", "by call", lambda history, _: control.unpinned(history))
+        self.ask(Change(kind="unpin", reason=reason))
+
+    def ask(self, change: Change) -> None:
+        """Asks for a change of policy; `switch`, `rollback`, `pin` and `unpin` are short for it.
+
+        Raises:
+            ValueError: If it cannot be made.
+        """
+        self._policies.ask(change, step=self.num_steps)
 
     def report(self) -> str:
         """Returns a table of what was declared and what was measured, unit by unit."""
@@ -385,11 +393,6 @@ class Session:
         retry = OpRetry(OptimizerRelief(self._engine.ledger))
         meter = None if self._step is None else self._step.meter
         return OptimizerGuard(retry if covered else None, meter)
-
-    def _ask(self, event: str, reason: str, make: MakeHistory) -> None:
-        self._policies.ask(event, reason, make, step=self.num_steps)
-        if self._policies.at_boundary:
-            self._pass_boundary()
 
     def _pass_boundary(self) -> None:
         self._policies.pass_boundary(step=self.num_steps)

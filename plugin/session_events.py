@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rematic.activations import Engine, Notice
+from rematic.control import Change, Meeting
 from rematic.memory import Probe
 from rematic.open_step import OpenStep
 from rematic.policy import LADDER, Policy, policy_to_plain
@@ -25,17 +26,30 @@ def attach_event(
     }
 
 
-def change_event(
-    event: str, before: Policy, after: Policy, *, step: int, reason: str
-) -> dict[str, Any]:
-    """Returns a change of policy; `event` is its kind."""
+def change_event(change: Change, before: Policy, after: Policy, *, step: int) -> dict[str, Any]:
+    """Returns a change of policy that was made."""
     return {
-        "event": event,
+        "event": change.kind,
         "from": before.name,
         "to": after.name,
         "step": step,
-        "reason": reason,
+        "reason": change.reason,
         "policy": policy_to_plain(after),
+    }
+
+
+def agreement_event(meeting: Meeting, change: Change, *, step: int) -> dict[str, Any]:
+    """Returns what became of a change that a rank has proposed, unless all ranks have made it."""
+    assert meeting.proposal is not None
+    return {
+        "event": "agreement",
+        "step": step,
+        "status": meeting.verdict or "proposed",
+        "change": change.kind,
+        "policy": None if change.policy is None else change.policy.name,
+        "rank": meeting.proposal.rank,
+        "boundary": meeting.proposal.boundary,
+        "reason": meeting.reason or change.reason,
     }
 
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rematic import control
-from rematic.control import ControllerState, ControlRules, Decision, StopReport
+from rematic.control import Change, ControllerState, ControlRules, Decision, StopReport
 from rematic.memory import RELEASING_KINDS, allocator_settings, release_cached_blocks
 from rematic.operator_requests import RequestReader
 from rematic.policy import LADDER, Policy, policy_named, policy_to_plain
-from rematic.transaction import num_ranks
 
 if TYPE_CHECKING:
     from rematic.session import Session
@@ -76,6 +75,7 @@ class Supervisor:
         self._advised = False
         self._stop_because: str | None = None
         self._is_polling = False
+        self._limit_bytes: int | None = None
 
     def before_step(self) -> None:
         """Writes what it keeps to, once; stops a run that a person must decide about.
@@ -91,8 +91,9 @@ class Supervisor:
     def after_step(self, event: Mapping[str, Any]) -> None:
         """Decides after a step, from its event in the journal."""
         assert self._rules is not None
-        before = self.state
-        self.state, decision = control.decide(before, control.observe(event), self._rules)
+        before, seen = self.state, control.observe(event)
+        self._limit_bytes = seen.limit_bytes
+        self.state, decision = control.decide(before, seen, self._rules)
         self.armed = decision.armed
         if control.is_news(before, decision):
             plain = control.decision_to_plain(decision)
@@ -128,6 +129,19 @@ class Supervisor:
             finally:
                 self._is_polling = False
 
+    def objection(self, change: Change) -> str | None:
+        """Returns why this rank does not follow the controller of another, None if it does."""
+        if not change.by_controller or change.kind != "switch" or change.policy is None:
+            return None
+        return control.need_of(self.state, change.policy.name, self._limit_bytes)
+
+    def after_agreement(self, change: Change) -> None:
+        """Takes over what the controller of another rank has found out about a policy."""
+        after = control.with_rejected(self.state, change.rejected)
+        if after.quarantine != self.state.quarantine:
+            self.state = after
+            self._begin()  # an audit goes on from the new state
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the controller's state in plain types."""
         return control.controller_to_plain(self.state)
@@ -141,8 +155,7 @@ class Supervisor:
         rules = dataclasses.replace(
             self._supervision.rules, can_release=self._session.probe.kind in RELEASING_KINDS
         )
-        if rules.adapt and num_ranks() > 1:
-            # ranks would have to agree on every change, and nothing asks them yet
+        if rules.adapt and not self._session.can_change:
             rules = dataclasses.replace(rules, adapt=False)
         self._rules = rules
         self._write(
@@ -159,16 +172,21 @@ class Supervisor:
         self._releases = self._releases or decision.release
         reason = _reason(decision)
         try:
-            if decision.change == "switch":
-                self._session.switch(self._policy(decision.policy), reason=reason)
-            elif decision.change == "rollback":
-                self._session.rollback(reason=reason)
+            if decision.change != "none":
+                self._session.ask(self._change(decision, reason))
         except ValueError as error:
             self._write({"event": "refused", "change": decision.change, "reason": str(error)})
         if decision.change != "none":
             _log.warning("policy %s follows: %s", decision.policy, reason)
         if decision.person:
             self._ask_person(decision.person)
+
+    def _change(self, decision: Decision, reason: str) -> Change:
+        if decision.change == "rollback":
+            rejected = control.rejected_by(self.state, self._session.policy.name)
+            return Change(kind="rollback", reason=reason, by_controller=True, rejected=rejected)
+        policy = self._policy(decision.policy)
+        return Change(kind="switch", policy=policy, reason=reason, by_controller=True)
 
     def _policy(self, name: str) -> Policy:
         """Returns the policy of that name, with the rules of those that were in force."""

@@ -266,3 +266,21 @@ def has_own_gradient_hooks(parameter: torch.Tensor) -> bool:
     They may take the gradient away.
     """
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def process_group_store(prefix: str) -> Any:
+    """Returns the part under `prefix` of the store that the process group was made with.
+
+    Over a connection of its own where the store can have one, so that it is not kept waiting by
+    somebody who waits for a key. None where there is no store.
+    """
+    distributed = torch.distributed
+    find = getattr(distributed.distributed_c10d, "_get_default_store", None)
+    try:
+        store = None if find is None else find()
+        clone = getattr(store, "clone", None)
+        store = store if clone is None else clone()
+    except (RuntimeError, ValueError):  # without `clone`, or a backend that needs no store
+        return None
+    make: Callable[..., Any] = getattr(distributed, "PrefixStore")  # noqa: B009 - no export
+    return None if store is None else make(prefix, store)

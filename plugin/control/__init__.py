@@ -1,10 +1,18 @@
 """Decides before and between steps: the plan of a step, the history of policies. No torch."""
 
+from rematic.control.agreement import Meeting as Meeting
+from rematic.control.agreement import Standing as Standing
+from rematic.control.agreement import meet as meet
 from rematic.control.alternatives import Alternative as Alternative
 from rematic.control.alternatives import alternatives as alternatives
 from rematic.control.audit import AuditReport as AuditReport
 from rematic.control.audit import audit as audit
+from rematic.control.change import Change as Change
+from rematic.control.change import change_from_plain as change_from_plain
+from rematic.control.change import change_to_plain as change_to_plain
+from rematic.control.change import changed as changed
 from rematic.control.controller import decide as decide
+from rematic.control.controller import need_of as need_of
 from rematic.control.controller_plain import controller_from_plain as controller_from_plain
 from rematic.control.controller_plain import controller_to_plain as controller_to_plain
 from rematic.control.controller_plain import decision_to_plain as decision_to_plain
@@ -13,6 +21,8 @@ from rematic.control.controller_plain import rules_to_plain as rules_to_plain
 from rematic.control.controller_state import ControllerState as ControllerState
 from rematic.control.controller_state import Decision as Decision
 from rematic.control.controller_state import is_news as is_news
+from rematic.control.controller_state import rejected_by as rejected_by
+from rematic.control.controller_state import with_rejected as with_rejected
 from rematic.control.curve import Curve as Curve
 from rematic.control.escalation import FirstAttempt as FirstAttempt
 from rematic.control.escalation import Rung as Rung

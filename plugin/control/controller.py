@@ -266,6 +266,24 @@ def _ask(
     return state, plain._replace(person=person, rule=obstacle, evidence=plain.risk.evidence)
 
 
+def need_of(state: ControllerState, policy: str, limit_bytes: int | None) -> str | None:
+    """Returns why a policy that was left for want of memory must not come back; None if it may.
+
+    Args:
+        state: The state of a controller.
+        policy: Name of a policy that the controller of another rank would take.
+        limit_bytes: The most that may be in use on this rank, None without a limit.
+    """
+    if policy not in state.left or limit_bytes is None:
+        return None
+    demand = demand_up_to(
+        state.samples, policy, max(state.lengths.longest, state.lengths.longest_before)
+    )
+    if demand is not None and demand <= RETURN_SHARE * limit_bytes:
+        return None
+    return f"{policy} was left for want of memory on this rank, and does not fit yet"
+
+
 def _return(
     state: ControllerState, seen: Observation, rules: ControlRules, plain: Decision
 ) -> tuple[ControllerState, Decision]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from rematic.control.change import Rejected
 from rematic.control.gates import Gate, Trial
 from rematic.control.observation import Observation
 from rematic.control.risk import OK, Evidence, Risk, RiskState, Verdict
@@ -153,3 +154,15 @@ def _trial(state: ControllerState, seen: Observation, old: str, *, for_memory: b
         for_memory=for_memory,
         failures_before=sum(state.failures),
     )
+
+
+def rejected_by(state: ControllerState, policy: str) -> Rejected:
+    """Returns why a controller does not take a policy again, for the controllers of other ranks."""
+    items = state.quarantine.items()
+    return tuple((name, bucket, why) for (name, bucket), why in items if name == policy)
+
+
+def with_rejected(state: ControllerState, rejected: Rejected) -> ControllerState:
+    """Returns the state with what the controller of another rank has rejected."""
+    more = {(name, bucket): why for name, bucket, why in rejected}
+    return state._replace(quarantine={**more, **state.quarantine})

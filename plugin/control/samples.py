@@ -136,7 +136,7 @@ def demand_up_to(samples: Samples, policy: str, tokens: int) -> int | None:
     ]
     if not longer:
         return None
-    found, demand, resident = min(longer)
+    found, demand, resident = min(longer, key=lambda s: (s[0], -s[1]))
     if found <= tokens or demand <= resident:
         return demand
     return resident + -(-(demand - resident) * tokens // found)

@@ -2,10 +2,10 @@
 
 Every line is one JSON object with `schema`, `time` (seconds since the epoch) and `event` (its
 kind). The session writes `attach`, `step`, `evict`, `retry`, `notice`, `switch`, `rollback`, `pin`,
-`unpin` and `stop`, its supervisor `control`, `decision`, `compare`, `release`, `refused` and
-`request`; the runner writes `run_start`, `checkpoint` and `run_end`. A reader ignores kinds and
-fields that it does not know: a new one does not change the schema, a changed meaning does. No event
-holds environment variables or data samples.
+`unpin`, `agreement` and `stop`, its supervisor `control`, `decision`, `compare`, `release`,
+`refused` and `request`; the runner writes `run_start`, `checkpoint` and `run_end`. A reader ignores
+kinds and fields that it does not know: a new one does not change the schema, a changed meaning
+does. No event holds environment variables or data samples.
 """
 
 from __future__ import annotations

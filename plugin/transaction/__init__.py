@@ -5,6 +5,7 @@ from rematic.transaction.data_parallel import abort_ranks as abort_ranks
 from rematic.transaction.data_parallel import find_wrapper as find_wrapper
 from rematic.transaction.data_parallel import num_ranks as num_ranks
 from rematic.transaction.data_parallel import sharding_obstacle as sharding_obstacle
+from rematic.transaction.data_parallel import this_rank as this_rank
 from rematic.transaction.gradients import GradientContributions as GradientContributions
 from rematic.transaction.gradients import RestoreError as RestoreError
 from rematic.transaction.module_snapshot import ChangingState as ChangingState

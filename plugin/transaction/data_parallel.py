@@ -30,6 +30,11 @@ def num_ranks() -> int:
     return distributed.get_world_size()
 
 
+def this_rank() -> int:
+    """Returns the number of this process among those that train together."""
+    return torch.distributed.get_rank() if num_ranks() > 1 else 0
+
+
 def find_wrapper(model: nn.Module) -> DistributedDataParallel | None:
     """Returns the wrapper around a model, or the model if it is one; None if there is none.
 
