@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rematic.activations.module_state import version_of
+from rematic.activations.kept_values import version_of
 from rematic.activations.nested import map_leaves
 from rematic.stash import Handle
 

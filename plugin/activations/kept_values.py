@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,75 +70,23 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 def is_plain_object(value: Value) -> bool:
     """Returns whether `value` is made of its attributes alone, so that these are its state."""
     kind: Any = type(value)
+    is_of_python = kind.__new__ is object.__new__ and kind.__flags__ & _HEAP_TYPE != 0
     return (
-        kind.__new__ is object.__new__
-        and kind.__flags__ & _HEAP_TYPE != 0
+        (is_of_python or kind is types.SimpleNamespace)
         and isinstance(getattr(value, "__dict__", None), dict)
         and not isinstance(value, (nn.Module, type))
         # a copy that dies would give up what the object still uses
         and not hasattr(kind, "__del__")
+        and not kind.__module__.startswith("rematic.")
     )
 
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was written in Python
 
 
-@dataclass(slots=True)
-class ObjectState:
-    """One attribute that is an object of a class of its author's own, as forward saw it.
-
-    What was None is left alone: the first forward of quantized layers makes what they need from
-    weights that are gone afterwards. The object itself is known only until its forward has ended,
-    since it may come to hold an output.
-    """
-
-    home: dict[str, Any]
-    name: str
-    full_name: str
-    original: Value
-    contents: dict[str, Any]
-
-    @classmethod
-    def read(cls, home: dict[str, Any], name: str, full_name: str) -> ObjectState:
-        """Copies the attributes of the object called `name`."""
-        value = home[name]
-        known = {key: item for key, item in vars(value).items() if item is not None}
-        return cls(home, name, full_name, value, copied(known, leaf=_cloned))
-
-    def changed(self) -> bool:
-        """Returns whether the same object stands there and its attributes are others now."""
-        there = self.home.get(self.name)
-        return there is self.original and self.differs(there)
-
-    def differs(self, there: Value) -> bool:
-        """Returns whether an object has other attributes than the one that was read."""
-        now = vars(there)
-        return any(
-            key in now and not same_contents(value, now[key])
-            for key, value in self.contents.items()
-        )
-
-    def restore(self) -> None:
-        """Puts the object back with the attributes it had, after a forward that failed."""
-        self.home[self.name] = self.original
-        self.original.__dict__.update(copied(self.contents, leaf=_cloned))
-
-    def show(self) -> None:
-        """Puts an object in its place that looks as it did."""
-        there = self.home.get(self.name)
-        if is_plain_object(there):
-            shown = object.__new__(type(there))
-            shown.__dict__.update(vars(there))
-            shown.__dict__.update(copied(self.contents, leaf=_cloned))
-            self.home[self.name] = shown
-
-    def leave_graph(self) -> None:
-        """Lets go of everything that could keep a graph alive."""
-        self.original = None
-        self.contents = copied(self.contents, leaf=without_graph)
-
-
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    # one that needs a gradient is computed anew and not counted up in place
-    large = tensor.numel() * tensor.element_size() > CLONED_BUFFER_BYTES
-    return tensor if tensor.requires_grad or large else tensor.clone()
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns autograd's in-place counter, -1 for inference tensors, which have none."""
+    try:
+        return tensor._version
+    except RuntimeError:  # asking first would take as long again, for every saved tensor
+        return -1

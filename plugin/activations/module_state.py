@@ -15,12 +15,13 @@ from rematic.activations.host_generators import HOST_GENERATORS, HostGenerator
 from rematic.activations.kept_values import (
     CLONED_BUFFER_BYTES,
     CONTAINERS,
-    ObjectState,
     copied,
     is_plain_object,
+    version_of,
     without_graph,
 )
 from rematic.activations.module_walk import OF_EVERY_MODULE, PLAIN, ModuleWalk
+from rematic.activations.object_state import Place
 
 
 @dataclass(slots=True)
@@ -76,7 +77,6 @@ class ModuleState:
     """What a unit's modules held before its forward: flags, attributes, buffers, versions."""
 
     __slots__ = (
-        "_all_may_change",
         "_host_states",
         "attributes",
         "children",
@@ -98,11 +98,10 @@ class ModuleState:
             mutable: Names of the tensors and objects that forward changes; None: all of them may.
             walk: What was remembered of its modules in the call before.
         """
-        self._all_may_change = mutable is None
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.children: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]] = []
         self.computed: list[ComputedState] = []
-        self.objects: list[ObjectState] = []
+        places: list[Place] = []
         self.tensor_states: list[TensorState] = []
         self.containers: list[ContainerState] = []
         self.generators: list[torch.Generator | HostGenerator] = [
@@ -112,12 +111,15 @@ class ModuleState:
         ]
         self._host_states = [(g, g.get_state()) for g in HOST_GENERATORS if mutable is None]
         self.parameters: list[ParameterState] = []
-        for known, part in (walk or ModuleWalk()).through(module, mutable):
+        walk = walk or ModuleWalk()
+        for known, part in walk.through(module, anew=mutable is None):
             prefix = known.prefix
             if known.plain is not None:
                 self.attributes.append((part, known.plain.values))
+                for name in known.plain.objects:
+                    places.append((part.__dict__, name, prefix + name))
             else:
-                self._read_attributes(part, prefix, mutable)
+                places += self._read_attributes(part, prefix, mutable)
             if known.children:
                 self.children.append((part._modules, known.children))
             for name, buffer in part._buffers.items():
@@ -127,10 +129,13 @@ class ModuleState:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     self.parameters.append(_parameter_state(part._parameters, name, parameter))
+        self.objects = walk.objects.read(places, is_first=mutable is None) if places else []
 
     def _read_attributes(
         self, part: nn.Module, prefix: str, mutable: frozenset[str] | None
-    ) -> None:
+    ) -> list[Place]:
+        """Reads the attributes of one module; returns where its objects stand."""
+        places = []
         values = part.__dict__
         plain: dict[str, Any] = {"training": part.training}
         for name in values.keys() - OF_EVERY_MODULE:
@@ -146,9 +151,10 @@ class ModuleState:
                 self.generators.append(value)
             elif isinstance(value, torch.Tensor):
                 self._read_tensor(values, name, prefix, mutable)
-            elif (mutable is None or prefix + name in mutable) and is_plain_object(value):
-                self.objects.append(ObjectState.read(values, name, prefix + name))
+            elif is_plain_object(value):
+                places.append((values, name, prefix + name))
         self.attributes.append((part, plain))
+        return places
 
     def _read_tensor(
         self, values: dict[str, Any], name: str, prefix: str, mutable: frozenset[str] | None
@@ -175,9 +181,8 @@ class ModuleState:
             computed.tensor = without_graph(computed.tensor)
         for kept in self.containers:
             kept.contents = copied(kept.contents, leaf=without_graph)
-        if self._all_may_change:  # now it is known which do
-            self.objects = [held for held in self.objects if held.changed()]
         for held in self.objects:
+            held.note_change()
             held.leave_graph()
 
     def inner_modules(self) -> list[nn.Module]:
@@ -208,6 +213,10 @@ class ModuleState:
         for computed in self.computed:
             if computed.version not in (None, version_of(computed.tensor)):
                 return f"attribute {computed.name!r}"
+        for held in self.objects:
+            name = held.changed_tensor()
+            if name is not None:
+                return f"tensor {name!r}"
         return None
 
     def restore(self) -> None:
@@ -234,6 +243,7 @@ class ModuleState:
         replaced = [(p, present) for p, present in replaced if present is not p.tensor]
         exchanged = [(home, dict(home)) for home, then in self.children if home != then]
         frozen = [p for p in self.parameters if p.tensor.requires_grad is not p.requires_grad]
+        guarded: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
             for parameter, _ in replaced:
                 parameter.home[parameter.name] = parameter.tensor
@@ -242,7 +252,7 @@ class ModuleState:
             for home, then in self.children:
                 if home != then:
                     _replace(home, then)
-            self._show_attributes()
+            guarded = self._show_attributes()
             for state in self.tensor_states:
                 shown = state.tensor if state.clone is None else state.clone.clone()
                 state.home[state.name] = shown
@@ -256,25 +266,20 @@ class ModuleState:
                 _replace(home, now)
             for part, present, buffers in before:
                 _replace(part._buffers, buffers)
-                _restore_all(part, present)
+                _restore_all(part.__dict__, present)
+            for there, held_before in guarded:
+                _restore_all(there, held_before)
 
-    def _show_attributes(self) -> None:
+    def _show_attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Returns objects whose attributes must be put back: now, and as a copy."""
         for part, values in self.attributes:
             restore_plain(part, values)
         for kept in self.containers:
             kept.home[kept.name] = copied(kept.contents)
         for computed in self.computed:
             computed.home[computed.name] = without_graph(computed.tensor)
-        for held in self.objects:
-            held.show()
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns autograd's in-place counter, -1 for inference tensors, which have none."""
-    try:
-        return tensor._version
-    except RuntimeError:  # asking first would take as long again, for every saved tensor
-        return -1
+        shown = [held.show() for held in self.objects]
+        return [guarded for guarded in shown if guarded is not None]
 
 
 def restore_plain(module: nn.Module, values: dict[str, Any]) -> None:
@@ -285,8 +290,7 @@ def restore_plain(module: nn.Module, values: dict[str, Any]) -> None:
             present[key] = value
 
 
-def _restore_all(module: nn.Module, values: dict[str, Any]) -> None:
-    present = module.__dict__
+def _restore_all(present: dict[str, Any], values: dict[str, Any]) -> None:
     for key in [key for key in present if key not in values]:
         del present[key]
     for key, value in values.items():

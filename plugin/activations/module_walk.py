@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematic.activations.kept_values import CONTAINERS
+from rematic.activations.kept_values import CONTAINERS, is_plain_object
+from rematic.activations.object_state import ObjectWatch
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 """Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
@@ -38,6 +39,9 @@ class PlainAttributes:
 
     others: dict[str, type]
     """Types of those that are neither plain nor state: functions, configurations."""
+
+    objects: tuple[str, ...]
+    """Names of the others that are objects made of their attributes, which may change."""
 
     def stand(self, present: dict[str, Any]) -> bool:
         """Returns whether a module's `__dict__` still holds these and no others."""
@@ -75,19 +79,17 @@ class ModuleWalk:
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._inner: list[nn.Module] = []
-        self._objects: frozenset[str] | None = None
+        self.objects = ObjectWatch()
+        """What is remembered of the objects that stand on them."""
 
-    def through(
-        self, root: nn.Module, objects: frozenset[str] | None
-    ) -> Iterator[tuple[Part, nn.Module]]:
+    def through(self, root: nn.Module, *, anew: bool) -> Iterator[tuple[Part, nn.Module]]:
         """Yields each module with what is remembered of it.
 
         Args:
             root: The unit.
-            objects: Full names of the objects whose attributes change; None: all of them may.
+            anew: Whether nothing is to be remembered of an earlier walk.
         """
-        if objects is None or objects != self._objects or not self._stands(root):
-            self._objects = objects
+        if anew or not self._stands(root):
             self._parts = [
                 Part(
                     f"{path}." if path else "", None if part is root else part, dict(part._modules)
@@ -98,7 +100,7 @@ class ModuleWalk:
         for part in self._parts:
             module = root if part.module is None else part.module
             if part.plain is None or not part.plain.stand(module.__dict__):
-                part.plain = plain_attributes(module.__dict__, prefix=part.prefix, objects=objects)
+                part.plain = plain_attributes(module.__dict__)
             yield part, module
 
     def inner_modules(self) -> list[nn.Module]:
@@ -113,16 +115,8 @@ class ModuleWalk:
         return bool(self._parts)
 
 
-def plain_attributes(
-    present: dict[str, Any], *, prefix: str, objects: frozenset[str] | None
-) -> PlainAttributes | None:
-    """Reads the attributes of a module from its `__dict__`; None if some are state to be copied.
-
-    Args:
-        present: The `__dict__`.
-        prefix: What stands before the names of the attributes in `objects`.
-        objects: Full names of the objects whose attributes change; None: all of them may.
-    """
+def plain_attributes(present: dict[str, Any]) -> PlainAttributes | None:
+    """Reads the attributes of a module from its `__dict__`; None if some are state to be copied."""
     # (the wrapper that torch.compile makes has no flag of its own)
     values = {name: present[name] for name in ("training",) if name in present}
     others = {}
@@ -130,8 +124,9 @@ def plain_attributes(
         kind = type(present[name])
         if kind in PLAIN:
             values[name] = present[name]
-        elif objects is None or prefix + name in objects or issubclass(kind, _STATE):
+        elif issubclass(kind, _STATE):
             return None
         else:
             others[name] = kind
-    return PlainAttributes(frozenset(present), values, others)
+    objects = tuple(name for name in others if is_plain_object(present[name]))
+    return PlainAttributes(frozenset(present), values, others, objects)

@@ -17,7 +17,8 @@ import torch
 from rematic.activations import torch_private
 from rematic.activations.ambient import capture_ambient
 from rematic.activations.arguments import Argument, CallArguments
-from rematic.activations.module_state import ModuleState, version_of
+from rematic.activations.kept_values import version_of
+from rematic.activations.module_state import ModuleState
 from rematic.activations.observers import Observers
 from rematic.activations.selective import SelectiveCache
 from rematic.stash import Handle, Stash

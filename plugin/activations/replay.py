@@ -15,7 +15,7 @@ import torch
 
 from rematic.activations import torch_private
 from rematic.activations.ambient import applied
-from rematic.activations.module_state import version_of
+from rematic.activations.kept_values import version_of
 from rematic.activations.record import STALE, Record, SlotMetadata
 
 _state = threading.local()

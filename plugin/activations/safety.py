@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rematic.activations.hidden_stash import find_hidden_stash
+from rematic.activations.kept_values import version_of
 from rematic.activations.ledger import Verdict
-from rematic.activations.module_state import version_of
 from rematic.activations.record import Record
 from rematic.activations.replay import EveryHolderFilled, ReplayError, check_slot, run_again
 from rematic.activations.routing import Routing

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from rematic.activations import torch_private
-from rematic.activations.module_state import version_of
+from rematic.activations.kept_values import version_of
 from rematic.activations.nested import iter_leaves, map_leaves
 from rematic.policy import OpName, parse_op_name
 

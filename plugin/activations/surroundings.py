@@ -36,6 +36,8 @@ _SKIPPED = (
     *(nn.Module, type, types.ModuleType, logging.Logger, torch.dtype, torch.device),
     *(types.CodeType, types.FrameType),
 )
+_DEEPEST = 2
+"""How many objects deep, from an attribute of a module on, nothing is restored any more."""
 _ITERATORS = ("builtins", "itertools")
 
 
@@ -136,20 +138,27 @@ def _passed(name: str, value: Value) -> Iterator[tuple[str, Value]]:
         yield name, value
 
 
-def _not_restored(name: str, value: Value, *, inside: bool = False) -> Iterator[tuple[str, Value]]:
-    """Yields what lies in an attribute, without what every replay restores."""
-    if isinstance(value, (torch.Tensor, *_SCALARS)) and not inside:
+def _not_restored(name: str, value: Value, *, depth: int = 0) -> Iterator[tuple[str, Value]]:
+    """Yields what lies in an attribute, without what every replay restores.
+
+    Args:
+        name: What to call it.
+        value: What it holds.
+        depth: In how many objects it lies; those in containers are taken for the deepest.
+    """
+    if isinstance(value, (torch.Tensor, *_SCALARS)) and depth < _DEEPEST:
         return
     if type(value) in CONTAINERS or type(value) is tuple:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             if not isinstance(item, (torch.Tensor, *_SCALARS)):
-                yield from _not_restored(f"{name}[{key!r}]", item, inside=True)
-    elif not inside and is_plain_object(value):
+                yield from _not_restored(f"{name}[{key!r}]", item, depth=_DEEPEST)
+    elif depth < _DEEPEST and is_plain_object(value):
         for key, item in vars(value).items():
             if not isinstance(item, (torch.Tensor, *_SCALARS)):
-                yield from _not_restored(f"{name}.{key}", item, inside=True)
-    elif inside or not isinstance(value, torch.Generator):
+                inner = depth + 1 if is_plain_object(item) else _DEEPEST
+                yield from _not_restored(f"{name}.{key}", item, depth=inner)
+    elif depth == _DEEPEST or not isinstance(value, torch.Generator):
         yield name, value
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from rematic.activations.ambient import AmbientState, applied, capture_ambient, generators_moved
-from rematic.activations.kept_values import same_contents
-from rematic.activations.module_state import ModuleState, version_of
+from rematic.activations.kept_values import same_contents, version_of
+from rematic.activations.module_state import ModuleState
 from rematic.activations.nested import Nested, iter_leaves, map_leaves
 from rematic.activations.tile import run_in_tiles, sequence_length
 from rematic.memory import is_out_of_memory
@@ -219,6 +219,6 @@ def _changed_state(state: ModuleState) -> str | None:
         if not same_contents(container.contents, container.home.get(container.name)):
             return f"attribute {container.name!r}"
     for held in state.objects:
-        if held.differs(held.home[held.name]):
-            return f"attribute {held.name!r}"
+        if held.is_changed():
+            return f"attribute {held.full_name!r}"
     return None

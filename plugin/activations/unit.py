@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
+from rematic.activations.check_schedule import CheckSchedule
 from rematic.activations.compiled import is_compiled
 from rematic.activations.functions_inside import host_generators_of
 from rematic.activations.graphless import Call, Parted, joined
@@ -81,11 +82,7 @@ class Unit:
         # Names of the tensors and objects that forward changes, in training and in evaluation.
         self._mutable: dict[bool, frozenset[str]] = {}
         self._notes: set[str] = set()
-        # Modes (training or not) in which a call was checked, was seen to change nothing that lies
-        # outside, was seen to change something.
-        self._checked: set[bool] = set()
-        self._surveyed: set[bool] = set()
-        self._changes: set[bool] = set()
+        self._schedule = CheckSchedule()
         self._watches_hooks = True
         self._forward = UnitForward(self, module)
 
@@ -116,9 +113,7 @@ class Unit:
         if module is not self._module():
             self._module = weakref.ref(module)
             self._mutable.clear()
-            self._checked.clear()
-            self._surveyed.clear()
-            self._changes.clear()
+            self._schedule = CheckSchedule()
             self._walk = ModuleWalk()
             self.pinned, self.graphless = None, False
         self._forward = UnitForward(self, module)
@@ -145,6 +140,7 @@ class Unit:
         args, kwargs, filled_cache = without_empty_caches(args, kwargs)
         given = ContainerContents((*args, *kwargs.values()))
         self._meet_new_hooks()
+        self._schedule.begin_call(self.module.training)
         surroundings = self._surroundings((args, kwargs)) if not filled_cache else None
         held = self.starts_held or self.unmeasured or self._is_first_call or self._awaits_check
         while True:
@@ -301,19 +297,18 @@ class Unit:
     @property
     def _awaits_check(self) -> bool:
         """Whether its calls (in this mode) have to show first that they can be replayed."""
-        return (
-            not self.trusted and self.pinned is None and self.module.training not in self._checked
-        )
+        training = self.module.training
+        return not self.trusted and self.pinned is None and self._schedule.awaits(training)
 
     def _meet_new_hooks(self) -> None:
         """Watches hooks that were registered since they were watched, and checks once more."""
         is_new = self._observers.has_unknown(self._walk.inner_modules())
         if is_new:
-            self._checked.discard(self.module.training)
+            self._schedule.forget(self.module.training)
         self._watches_hooks = is_new or self._is_first_call
 
     def _surroundings(self, call: Call) -> Surroundings | None:
-        if not self._awaits_check or self.module.training in self._surveyed:
+        if not (self._awaits_check and self._schedule.surveys(self.module.training)):
             return None
         routers = () if self.routing is None else self.routing.modules()
         return Surroundings(self.module, call, left_out=routers)
@@ -322,16 +317,14 @@ class Unit:
         """Checks a unit that changed nothing outside of itself, or not for the second time."""
         training = self.module.training
         if changed is None or not record.num_slots:
-            self._checked.add(training)
-            self._surveyed.add(training)
+            self._schedule.found_nothing(training)
             if record.num_slots:
                 self._check(record)
-        elif training not in self._changes:  # a cache is filled once
-            self._changes.add(training)
+        elif self._schedule.is_first_change(training):
             record.pinned = f"it changed {changed}"
-            self.note_once(f"its activations are kept in this call: {record.pinned}")
+            unseen = self._schedule.unseen()
+            self.note_once(f"its activations are kept in this call: {record.pinned}{unseen}")
         else:
-            self._checked.add(training)
             self._refuse(
                 record, f"its forward changes {changed}, which a replay would change again"
             )

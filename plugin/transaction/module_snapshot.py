@@ -17,13 +17,13 @@ from torch import nn
 from rematic.activations.kept_values import (
     CLONED_BUFFER_BYTES,
     CONTAINERS,
-    ObjectState,
     copied,
     is_plain_object,
+    version_of,
 )
-from rematic.activations.module_state import version_of
 from rematic.activations.module_walk import OF_EVERY_MODULE
 from rematic.activations.nested import iter_leaves
+from rematic.activations.object_state import ObjectState
 from rematic.transaction.gradients import RestoreError
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from rematic.activations.host_generators import HOST_GENERATORS
-from rematic.activations.kept_values import CLONED_BUFFER_BYTES
-from rematic.activations.module_state import version_of
+from rematic.activations.kept_values import CLONED_BUFFER_BYTES, version_of
 from rematic.activations.nested import ContainerContents, iter_leaves
 from rematic.memory import is_out_of_memory
 from rematic.transaction.gradients import GradientContributions, RestoreError

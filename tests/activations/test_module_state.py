@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematic.activations.kept_values import CLONED_BUFFER_BYTES
-from rematic.activations.module_state import ModuleState, version_of
+from rematic.activations.kept_values import CLONED_BUFFER_BYTES, version_of
+from rematic.activations.module_state import ModuleState
 
 
 class Part(nn.Module):

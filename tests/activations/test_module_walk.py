@@ -41,8 +41,8 @@ class Outer(nn.Module):
         self.linear = nn.Linear(2, 2)
 
 
-def _read(unit: nn.Module, walk: ModuleWalk | None, mutable: frozenset[str] = NOTHING) -> Any:
-    state = ModuleState(unit, mutable, walk)
+def _read(unit: nn.Module, walk: ModuleWalk | None) -> Any:
+    state = ModuleState(unit, NOTHING, walk)
     return (
         state.attributes,
         [dict(then) for _, then in state.children],
@@ -95,12 +95,26 @@ def test_what_was_remembered_is_given_up_when_it_changes(change: Callable[[Outer
         assert repr(_read(unit, walk)) == repr(_read(unit, None))
 
 
-def test_objects_are_copied_as_soon_as_they_are_known_to_change() -> None:
+def test_objects_are_read_again_when_they_change_and_only_then() -> None:
     unit, walk = Outer(), ModuleWalk()
-    unit.inner.config = Tally()
-    assert _read(unit, walk)[5] == []
-    assert _read(unit, walk, frozenset({"inner.config"}))[5] == ["inner.config"]
-    assert _read(unit, walk)[5] == []
+    unit.inner.config = unit.config = tally = Tally()
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: setattr(tally, "calls", 1),
+        lambda: tally.seen.append(1),
+        lambda: tally.total.add_(1),
+        lambda: setattr(tally.inside, "calls", 5),
+        lambda: setattr(tally, "more", None),
+        lambda: delattr(tally, "more"),
+    ]
+    tally.seen, tally.total, tally.inside = [], torch.zeros(1), Tally()
+    before = ModuleState(unit, NOTHING, walk).objects
+    for change in changes:
+        change()
+        now = ModuleState(unit, NOTHING, walk).objects
+        assert [held.full_name for held in now] == ["config"], "one object in two places"
+        assert (now[0]._contents is before[0]._contents) == (change is changes[0])
+        before = now
 
 
 def test_an_unchanged_module_is_not_read_again() -> None:
@@ -112,6 +126,6 @@ def test_an_unchanged_module_is_not_read_again() -> None:
 
 def test_the_unit_itself_is_not_kept_alive() -> None:
     walk = ModuleWalk()
-    held = [part.module for part, _ in walk.through(Outer(), NOTHING)]
+    held = [part.module for part, _ in walk.through(Outer(), anew=False)]
     assert held[0] is None
     assert isinstance(held[1], Inner)

@@ -24,7 +24,8 @@ _generator = torch.Generator()
 
 class Tally:
     def __init__(self) -> None:
-        self.calls, self.inner = 0, types.SimpleNamespace(calls=0)
+        self.calls = 0
+        self.inner = types.SimpleNamespace(calls=0, deepest=types.SimpleNamespace(calls=0))
 
 
 class Slotted:
@@ -145,8 +146,8 @@ CHANGES = {
     "object in a dict": holding(
         lambda: {"a": Tally()}, counted(lambda s: s["a"], "calls"), lambda s: s["a"].calls
     ),
-    "object in an object": holding(
-        Tally, counted(lambda s: s.inner, "calls"), lambda s: s.inner.calls
+    "object two objects deep": holding(
+        Tally, counted(lambda s: s.inner.deepest, "calls"), lambda s: s.inner.deepest.calls
     ),
     "namespace": holding(types.SimpleNamespace, counted(lambda s: s, "calls"), lambda s: s.calls),
     "slots": holding(Slotted, counted(lambda s: s, "calls"), lambda s: s.calls),
@@ -281,9 +282,9 @@ def test_what_a_replay_restores_is_no_change() -> None:
     surroundings = Surroundings(module, call)
     module(torch.randn(4, 3))
     module.seen.append(2)
-    module.tally.calls = 7
+    module.tally.calls = module.tally.inner.calls = 7
     call[0][0].append(torch.ones(1))
     call[0][1]["a"] = 2
     assert surroundings.change() is None
-    module.tally.inner.calls = 1
-    assert surroundings.change() == "attribute 'tally'.inner.calls"
+    module.tally.inner.deepest.calls = 1
+    assert surroundings.change() == "attribute 'tally'.inner.deepest.calls"

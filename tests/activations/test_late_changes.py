@@ -1,0 +1,189 @@
+"""State that a later call is the first to change: replays see what each call saw."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rematic.activations import Engine
+from rematic.activations.kept_values import CLONED_BUFFER_BYTES
+from rematic.policy import Keep, Plan, Recompute
+from tests.activations.parity import Outcome, differences, read_outcome
+
+FIRST_CHANGE = 3
+"""The number of the call, of each block, that is the first to change its state."""
+
+
+class Inner:
+    scale = 1.0
+
+
+class State:
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.history: list[float] = [1.0]
+        self.by_name: dict[str, Any] = {"scale": 1.0, "deep": [1.0]}
+        self.tensor = torch.ones(())
+        self.large = torch.ones(CLONED_BUFFER_BYTES)
+        self.inner, self.space = Inner(), SimpleNamespace(scale=1.0)
+        self.last: torch.Tensor | None = None
+        self.maybe: float | None = None
+
+
+def _new_object(block: Late) -> None:
+    other = State()
+    other.scale = block.state.scale + 0.5
+    block.state = other
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda b: setattr(b.state, "scale", b.state.scale + 0.5),
+    "what was None": lambda b: setattr(b.state, "maybe", (b.state.maybe or 0.0) + 0.5),
+    "a new attribute": lambda b: setattr(b.state, "extra", getattr(b.state, "extra", 0.0) + 0.5),
+    "a list": lambda b: b.state.history.append(0.5),
+    "a dictionary": lambda b: b.state.by_name.update(scale=b.state.by_name["scale"] + 0.5),
+    "a list in a dictionary": lambda b: b.state.by_name["deep"].append(0.5),
+    "a tensor in place": lambda b: b.state.tensor.add_(0.5),
+    "another tensor": lambda b: setattr(b.state, "tensor", b.state.tensor + 0.5),
+    "an object inside": lambda b: setattr(b.state.inner, "scale", b.state.inner.scale + 0.5),
+    "a namespace inside": lambda b: setattr(b.state.space, "scale", b.state.space.scale + 0.5),
+    "another object": _new_object,
+    "a computed tensor": lambda b: setattr(b.state, "last", b.up.weight.mean()),
+    "an attribute of its own": lambda b: setattr(b, "own", b.own + 0.5),
+    "a list of its own": lambda b: b.own_list.append(0.5),
+    "a buffer": lambda b: b.count.add_(0.5),
+}
+
+
+class Late(nn.Module):
+    """Computes with everything it holds, then changes a part of it, from the third call on."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.state = State()
+        self.own, self.own_list = 1.0, [1.0]
+        self.register_buffer("count", torch.zeros(()))
+        self.change = change
+        self.calls = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.state
+        self.calls[0] += 1
+        if self.calls[0] >= FIRST_CHANGE:
+            self.change(self)
+        factors = [
+            *(self.own, sum(self.own_list), 1 + self.count, state.scale, sum(state.history)),
+            *(
+                state.by_name["scale"],
+                sum(state.by_name["deep"]),
+                state.tensor.item(),
+                state.large[0].item(),
+            ),
+            *(state.inner.scale, state.space.scale),
+            *(1 + (state.maybe or 0.0), 1 + getattr(state, "extra", 0.0)),
+        ]
+        for factor in factors:
+            x = x * factor
+        if state.last is not None:
+            x = x * state.last.detach()
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def build(change: Callable[[Any], object]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(Late(change), Late(change)))
+
+
+def steps(model: nn.Module, evict: Callable[[], object] = lambda: None) -> list[Outcome]:
+    """Two micro-batches in flight at once, thrice: one that changes nothing, and one that does."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(3):
+        losses = [model(torch.randn(4, 6)).square().sum() for _ in range(2)]
+        evict()
+        for loss in reversed(losses):
+            loss.backward()
+        found.append(read_outcome(model, losses))
+    return found
+
+
+@pytest.mark.parametrize("start", ["kept and evicted", "recomputed"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_what_a_later_call_is_the_first_to_change(
+    change: Callable[[Any], object], start: str
+) -> None:
+    plain = build(change)
+    wanted = steps(plain)
+    model = build(change)
+    engine = Engine(model)
+    action = Recompute() if start == "recomputed" else Keep()
+    engine.apply(Plan(actions=(action, action)))
+    found = steps(model, lambda: engine.ledger.evict(1 << 40))
+    assert [differences(*pair) for pair in zip(found, wanted, strict=True)] == [[]] * 3
+    assert engine.ledger.counts.replays.total() == 12, "nothing is kept for it"
+    for block, other in zip(model[0], plain[0], strict=True):
+        assert _values(block) == _values(other)
+
+
+def _values(block: Any) -> Any:
+    state = vars(block.state)
+    plain = {k: str(v) for k, v in state.items() if not isinstance(v, (torch.Tensor, Inner))}
+    plain["inner"] = str(vars(block.state.inner))
+    tensors = {k: v.sum().item() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return plain, tensors, block.own, block.own_list, block.calls
+
+
+def test_a_large_tensor_that_a_later_call_changes_is_refused_once_and_copied_then() -> None:
+    change = lambda block: block.state.large.mul_(1.5)  # noqa: E731
+    wanted = steps(build(change))
+    model = build(change)
+    engine = Engine(model)
+    engine.apply(Plan(actions=(Keep(), Keep())))
+    found = steps(model, lambda: engine.ledger.evict(1 << 40))
+    assert [differences(*pair) for pair in zip(found, wanted, strict=True)] == [[]] * 3
+    assert engine.ledger.counts.replays.total() > 4, "what saw the change is kept, others are not"
+
+
+_elsewhere = {"scale": 1.0}
+
+
+class ChangesElsewhere(Late):
+    """Changes what no replay puts back, from a call on that no check of the first calls saw."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        if self.calls[0] > 5:
+            _elsewhere["scale"] += 0.5
+        return x + self.down(torch.tanh(self.up(x) * _elsewhere["scale"]))
+
+
+def test_what_a_later_call_changes_elsewhere_is_found_when_calls_have_doubled_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _elsewhere["scale"] = 1.0
+    model = nn.Sequential(nn.Sequential(ChangesElsewhere(), ChangesElsewhere()))
+    engine = Engine(model)
+    engine.apply(Plan(actions=(Recompute(), Recompute())))
+    with caplog.at_level(logging.WARNING, logger="rematic"):
+        for call in range(1, 20):
+            model(torch.randn(4, 6)).sum().backward()
+            assert all(unit.pinned is None for unit in engine.units) == (call < 17)
+    assert engine.units[0].pinned == (
+        f"its forward changes global {__name__}._elsewhere['scale'], which a replay would change "
+        "again"
+    )
+    assert (
+        "it changed global tests.activations.test_late_changes._elsewhere['scale'], which it had "
+        "not done when it was last looked at, 12 calls before: gradients of replays in between "
+        "may be wrong"
+    ) in caplog.text
