@@ -22,6 +22,7 @@ from rematic.policy import Action
 from rematic.transaction import (
     ChangingState,
     DataParallelStep,
+    ForeignCollectives,
     RestoreError,
     StepTransaction,
     abort_ranks,
@@ -174,6 +175,11 @@ class StepRecovery:
             self._stop(obstacle)
         return self._climb()
 
+    @property
+    def collectives(self) -> ForeignCollectives | None:
+        """Where a host answers for what it exchanges between ranks; None for one rank."""
+        return None if self._data_parallel is None else self._data_parallel.collectives
+
     def commit(self) -> None:
         """Ends a micro-batch that is done."""
         if self._data_parallel is not None:
@@ -320,7 +326,11 @@ def with_room(make: Callable[[], T], ledger: Ledger) -> T:
 
 
 def run_attempts(
-    recovery: StepRecovery, attempt: Callable[[Rung | None], Any], *, commits: bool = True
+    recovery: StepRecovery,
+    attempt: Callable[[Rung | None], Any],
+    *,
+    commits: bool = True,
+    obstacle: Callable[[], str | None] | None = None,
 ) -> Any:  # noqa: ANN401 - what the user's step returns
     """Runs `attempt` until it succeeds or nothing is left to try.
 
@@ -330,6 +340,8 @@ def run_attempts(
         recovery: The recovery of the open step.
         attempt: Runs the step.
         commits: Whether success ends the micro-batch; without it the attempt can still be undone.
+        obstacle: Returns why a host cannot run the step again, None if it can; asked when one has
+            failed.
     """
     while True:
         try:
@@ -344,7 +356,7 @@ def run_attempts(
                 recovery.commit()
             return result
         # outside `except`: the failed attempt is freed before the next one begins
-        recovery.answer(failure)
+        recovery.answer(failure, obstacle=None if obstacle is None else obstacle())
 
 
 def _where(error: BaseException) -> str:

@@ -260,6 +260,20 @@ def memory_snapshot_writer() -> Callable[[str], None] | None:
     return getattr(torch.cuda.memory, "_dump_snapshot", None)
 
 
+def number_of_collectives(group: Any) -> int | None:  # Any: typed without the method in torch 2.13
+    """Returns how many collectives a process group has begun; None where it does not count."""
+    number = getattr(group, "_get_sequence_number_for_group", None)
+    try:
+        return None if number is None else int(number())
+    except RuntimeError:  # its backend does not
+        return None
+
+
+def joins_uneven_inputs(wrapper: nn.parallel.DistributedDataParallel) -> bool:
+    """Returns whether a wrapper is inside its `join`, where every forward tells other ranks."""
+    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
 def has_own_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Returns whether hooks run when a gradient is complete (an optimizer that steps in backward).
 

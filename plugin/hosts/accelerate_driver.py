@@ -29,6 +29,7 @@ from rematic.split_batch import Reduction
 _log = logging.getLogger("rematic")
 _OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Backward is theirs, and so are the gradients."""
+_SHARDED = "its parameters are sharded, and what a failed backward has gathered stays gathered."
 _PLACED_BY_WRAPPER = (DistributedType.FSDP, *_OWN_ENGINES)
 
 
@@ -172,11 +173,12 @@ class AccelerateDriver:
             )
         call = RecoverableCall(
             self.session,
+            self._accelerator,
             state or AcceleratorCounters(self._accelerator),
-            is_repeatable=self._is_repeatable,
+            obstacle=self._obstacle(),
             reduction=reduction,
         )
-        self._tell_of_split(is_possible=reduction is not None and self._is_repeatable)
+        self._tell_of_split(is_possible=reduction is not None and self._is_alone)
         self._is_open = True
         try:
             result, record = call.run(fn, args, kwargs, batch=batch)
@@ -302,10 +304,14 @@ class AccelerateDriver:
             read_session(self.session, Path(input_dir))
 
     @property
-    def _is_repeatable(self) -> bool:
-        # A second forward of one rank alone would meet no partner in its collectives.
+    def _is_alone(self) -> bool:
         alone: bool = self._accelerator.distributed_type == DistributedType.NO
         return alone
+
+    def _obstacle(self) -> str | None:
+        if self._accelerator.distributed_type == DistributedType.FSDP:
+            return _SHARDED
+        return None
 
     def _tell_of_split(self, *, is_possible: bool) -> None:
         assert self.session is not None
@@ -317,7 +323,7 @@ class AccelerateDriver:
             )
 
     def _tell_what_is_repeated(self) -> None:
-        if not self._is_repeatable:
+        if self._obstacle() is not None:
             _log.info(
                 "%s: failed allocations are answered at the op and at the unit, on each rank by "
                 "itself; whole micro-batches are not run again.",

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from rematic.control import Rung
+from rematic.hosts.accelerate_collectives import ExchangedOnce
 from rematic.loss_comparison import LossComparison
 from rematic.session import Session
 from rematic.session_step import SessionStep
@@ -44,8 +45,9 @@ class RecoverableCall:
 
     Args:
         session: The session.
+        accelerator: The Accelerator.
         state: What the host counts.
-        is_repeatable: Whether the whole call may run again; without it op and unit are the answers.
+        obstacle: Why the whole call cannot run again; None if it can, as far as the host knows.
         reduction: How the loss combines the sequences of the batch, which is the first argument
             then; None: unknown, and the batch is never split.
     """
@@ -53,16 +55,18 @@ class RecoverableCall:
     def __init__(
         self,
         session: Session,
+        accelerator: Any,  # noqa: ANN401 - accelerate ships no types
         state: HostState,
         *,
-        is_repeatable: bool,
+        obstacle: str | None,
         reduction: Reduction | None = None,
     ) -> None:
         self.num_retries = 0
         """How often it ran again."""
         self._session = session
         self._state = state
-        self._is_repeatable = is_repeatable
+        self._accelerator = accelerator
+        self._obstacle = obstacle
         self._reduction = reduction
 
     def run(
@@ -100,12 +104,12 @@ class RecoverableCall:
     def _attempts(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401 - whatever the user's step returns
-        if not self._is_repeatable:
-            return fn(*args, **kwargs)
-
         step = SessionStep(self._session)
         max_parts = step.parts_allowed(args[0], self._reduction) if args else 1
         recovery = self._session.recovery((args, kwargs), max_parts=max_parts)
+        exchanged: ExchangedOnce | None = None
+        if recovery.collectives is not None:
+            exchanged = ExchangedOnce(self._accelerator, recovery.collectives)
         comparison = LossComparison(self._session, step, recovery)
         has_run = False
 
@@ -114,16 +118,26 @@ class RecoverableCall:
             self.num_retries += rung is not None
             if has_run:
                 self._state.restore()
+                if exchanged is not None:
+                    exchanged.restart()
             has_run = True
             if rung is None or rung.num_parts == 1:
                 return fn(*args, **kwargs)
             return self._in_parts(fn, args, kwargs, num_parts=rung.num_parts)
 
+        def obstacle() -> str | None:
+            return self._obstacle or (None if exchanged is None else exchanged.obstacle())
+
         try:
             comparison.run_first(attempt)
-            result = comparison.result if comparison.is_done else run_attempts(recovery, attempt)
+            if comparison.is_done:
+                result = comparison.result
+            else:
+                result = run_attempts(recovery, attempt, obstacle=obstacle)
         finally:
             recovery.close()
+            if exchanged is not None:
+                exchanged.close()
         comparison.compare(result)
         return result
 

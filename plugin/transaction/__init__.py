@@ -1,5 +1,6 @@
 """Undoes a failed attempt at a step: gradients, generators, buffers, module state, the batch."""
 
+from rematic.transaction.collectives import ForeignCollectives as ForeignCollectives
 from rematic.transaction.data_parallel import DataParallelStep as DataParallelStep
 from rematic.transaction.data_parallel import abort_ranks as abort_ranks
 from rematic.transaction.data_parallel import find_wrapper as find_wrapper

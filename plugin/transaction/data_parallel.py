@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rematic.activations.nested import iter_leaves
+from rematic.activations.torch_private import joins_uneven_inputs
+from rematic.transaction.collectives import ForeignCollectives
 from rematic.transaction.step_transaction import StepTransaction
 
 _WRAPPERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]] = (
@@ -63,7 +66,11 @@ class DataParallelStep:
     def __init__(self, wrapper: DistributedDataParallel, transaction: StepTransaction) -> None:
         self._wrapper = wrapper
         self._transaction = transaction
+        self.collectives = ForeignCollectives(wrapper.process_group)
+        """What ranks have exchanged in the step beside what the wrapper exchanges."""
         self._num_forwards = 0
+        self._is_inside = False
+        self._in_backward = False
         self._entered = False
         self._exchanged = False
         self._syncs = False
@@ -78,8 +85,17 @@ class DataParallelStep:
     def obstacle(self) -> str | None:
         """Returns why this rank cannot repeat its step alone, None if it can."""
         wrapper = self._wrapper
+        if not (self._in_backward or (self._is_inside and not self._entered)):
+            self.collectives.look()
+        if self.collectives.found:
+            return (
+                "ranks exchanged tensors inside the step (beside the wrapper), which one of them "
+                "cannot repeat alone. Exchange them after the step."
+            )
         if self._num_forwards == 0 and not self._is_reducing:
             return None
+        if joins_uneven_inputs(wrapper):
+            return "under `join` every forward of the wrapper tells the other ranks."
         if wrapper.static_graph:
             return "`static_graph` counts the hooks of its first steps, which a repetition changes."
         if wrapper._comm_hooks:
@@ -107,6 +123,8 @@ class DataParallelStep:
         if self._exchanged:
             self._wrapper.require_forward_param_sync = False
         self._num_forwards, self._entered = 0, False
+        self._is_inside = self._in_backward = False
+        self.collectives.allow()
 
     def close(self) -> None:
         """Takes everything off the wrapper; safe to call twice."""
@@ -118,18 +136,33 @@ class DataParallelStep:
         self._handles = []
 
     def _at_wrapper(self, *_: object) -> None:
+        self.collectives.look()
         self._num_forwards += 1
+        self._is_inside = True
         self._syncs = self._wrapper.require_backward_grad_sync
 
     def _at_module(self, *_: object) -> None:
+        if not self._is_inside:  # called without its wrapper, which exchanges nothing then
+            return
+        self.collectives.allow()
         if not self._exchanged:
             # buffers are now those of the first rank
             self._transaction.read_modules_again()
             self._exchanged = True
         self._entered = True
 
-    def _after_wrapper(self, *_: object) -> None:
+    def _after_wrapper(self, _module: nn.Module, _args: object, output: object) -> None:
+        self._is_inside = False
+        self.collectives.look()
         self._is_reducing |= self._syncs
+        for tensor in iter_leaves(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._at_backward)
+
+    def _at_backward(self, _gradient: torch.Tensor) -> None:
+        if not self._in_backward:  # the wrapper sends gradients from now on
+            self.collectives.look()
+            self._in_backward = True
 
     def _alias(self) -> None:
         reduced = {id(p) for p in self._transaction.gradients.received()}

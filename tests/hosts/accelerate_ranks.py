@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -30,10 +29,10 @@ class Block(nn.Module):
         return x + self.dropout(self.down(torch.relu(self.up(x))))
 
 
-def prepared(*, sharded: bool, checkpointed: bool) -> Accelerator:
+def prepared(*, sharded: bool, checkpointed: bool, accumulate: int = 1) -> Accelerator:
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     if sharded:
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
@@ -93,7 +92,9 @@ def main(port: str, rank: str) -> None:
             assert same(found, plain), (sharded, policy)
     stock = train(None, sharded=True, checkpointed=True)
     print("equal, stock wrapper", "equal" if same(stock, plain) else "not")
-    dist.destroy_process_group()
+    from tests.hosts.accelerate_rank_faults import stops  # which imports this file
+
+    stops(int(rank), sharded=True)
 
 
 if __name__ == "__main__":

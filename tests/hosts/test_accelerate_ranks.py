@@ -14,5 +14,29 @@ def test_ddp_and_fsdp2_end_in_the_weights_of_training_without_checkpointing() ->
     If that is equal one day, the line that warns of it has to go.
     """
     outputs = run_ranks("tests.hosts.accelerate_ranks", seconds=240)
-    last = [output.splitlines()[-1:] for output in outputs]
-    assert last == [["equal, stock wrapper not"]] * 2, outputs
+    waiting, failing = (output.splitlines() for output in outputs)
+    assert "equal, stock wrapper not" in waiting
+    assert "equal, stock wrapper not" in failing
+    both_stopped(waiting, failing, reason="its parameters are sharded")
+
+
+@pytest.mark.slow
+def test_one_rank_runs_its_step_again_while_the_other_waits() -> None:
+    """Under DDP, with gathers of the Accelerator inside the step, as trainers have them.
+
+    A collective by hand inside the step, which cannot be run again alone, ends both.
+    """
+    waiting, failing = (
+        output.splitlines()
+        for output in run_ranks("tests.hosts.accelerate_rank_faults", seconds=240)
+    )
+    assert "equal" in waiting
+    assert "equal" in failing
+    both_stopped(waiting, failing, reason="ranks exchanged tensors inside the step (beside the wr")
+
+
+def both_stopped(waiting: list[str], failing: list[str], *, reason: str) -> None:
+    """At once, and not after the half hour of their timeout."""
+    assert waiting[-1].startswith("RuntimeError"), waiting
+    assert failing[-1].startswith("StepOutOfMemoryError"), failing
+    assert reason in failing[-1]
