@@ -30,7 +30,7 @@ from rematic.training.environment import training_environment
 
 if TYPE_CHECKING:
     from rematic.session import Session
-    from rematic.training.loss import Batch
+    from rematic.training.batches import Batch
     from rematic.training.plain_loop import PlainLoop
 
 RECOVERING = ("planned", "op", "unit")
@@ -83,15 +83,13 @@ def train(way: str, options: argparse.Namespace) -> Row:
 
 
 def _batches(recipe: Any, steps: int) -> Iterator[Batch]:  # noqa: ANN401 - a recipe
-    from rematic.training.corpus import load_corpus
-    from rematic.training.loader import build_loader, make_batch
+    from rematic.training.batches import make_batch
+    from rematic.training.data import load_data
 
-    data = recipe.data
-    corpus = load_corpus(data.source, text_field=data.text_field, max_documents=data.max_documents)
-    loader = build_loader(corpus, data, seed=recipe.training.seed)
+    loader = load_data(recipe).loader
     order = loader.order(0)
     for number in range(steps):
-        yield make_batch(loader.documents[order[number % len(order)]])
+        yield make_batch(loader.examples[order[number % len(order)]].ids)
 
 
 def _attach(loop: PlainLoop, way: str, *, cap: int, retries: StepRetries) -> Session:

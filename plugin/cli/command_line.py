@@ -93,6 +93,11 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--resume", metavar="RUN", help="go on with the run in this directory")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--allow-code",
+        action="store_true",
+        help="let the recipe name classes (_target_) outside torch and bitsandbytes",
+    )
     parser.set_defaults(run=_train)
 
 

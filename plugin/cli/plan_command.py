@@ -139,7 +139,7 @@ def _device(name: str | None) -> Device:
 
 def _longest_of_interest(recipe: Recipe, lengths: Sequence[int]) -> int:
     """Returns as many tokens as the model has positions for, or four times what is asked for."""
-    from rematic.training.model import build_config
+    from rematic.training.model_config import build_config
 
     positions = getattr(build_config(recipe.model, max_length=1), "max_position_embeddings", None)
     return max(positions, *lengths) if isinstance(positions, int) else 4 * max(lengths)

@@ -29,14 +29,15 @@ def run_train(arguments: argparse.Namespace) -> int:
         # An interrupted import leaves modules half made, and errors that lead nowhere.
         stop.defer("when the libraries are loaded")
         from rematic.journal import format_summary
+        from rematic.training.ranks import find_ranks
         from rematic.training.run import train
 
         stop.stop_deferring()
         stop.raise_if_asked()
-        summary = train(recipe, resume=arguments.resume, stop=stop)
-        print(
-            json.dumps(summary.to_dict(), indent=2) if arguments.json else format_summary(summary)
-        )
+        summary = train(recipe, resume=arguments.resume, stop=stop, allow_code=arguments.allow_code)
+        if find_ranks(recipe).is_first:
+            text = json.dumps(summary.to_dict(), indent=2)
+            print(text if arguments.json else format_summary(summary))
         if summary.status == "finished":
             return DONE
         return SIGNAL_BASE + (stop.signal_number or signal.SIGINT)
@@ -48,6 +49,8 @@ def _child_arguments(arguments: argparse.Namespace) -> Sequence[str]:
         options += ["--resume", arguments.resume]
     if arguments.json:
         options.append("--json")
+    if arguments.allow_code:
+        options.append("--allow-code")
     return ["train", *options, "--", arguments.recipe, *arguments.overrides]
 
 

@@ -29,6 +29,23 @@ _SHIFTED_LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 """The losses of transformers that are known, and whether they shift the labels."""
 
 
+_evaluation = threading.local()
+
+
+@contextlib.contextmanager
+def tiled_evaluation() -> Iterator[None]:
+    """Lets models with a tiled loss tile it in evaluation mode too, inside this thread.
+
+    Evaluation needs as little room as training then; its output has no logits either.
+    """
+    before = getattr(_evaluation, "is_tiled", False)
+    _evaluation.is_tiled = True
+    try:
+        yield
+    finally:
+        _evaluation.is_tiled = before
+
+
 def use_tiled_loss(model: nn.Module, *, tile_tokens: int | None = None) -> TiledLoss:
     """Lets a causal language model compute its loss by tiles while it trains.
 
@@ -107,7 +124,8 @@ class TiledLoss:
         model, labels = self._model(), kwargs.get("labels")
         if labels is None and len(args) > self._position_of_labels:
             labels = args[self._position_of_labels]
-        if model is None or not model.training or labels is None:
+        is_tiled = model is not None and (model.training or getattr(_evaluation, "is_tiled", False))
+        if model is None or not is_tiled or labels is None:
             return forward(*args, **kwargs)
         before = self.num_losses
         with self._deferring():

@@ -1,65 +1,49 @@
-"""Reads the documents to train on: those of the standard library, or files of the user's own."""
+"""Reads the documents to train on: those of the standard library, files, or a dataset."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+
+from rematic.recipes import DataConfig
+from rematic.training.documents import Corpus, Document, checked_text, read_record
+from rematic.training.tables import read_dataset, read_parquet
 
 EMBEDDED_SOURCE = "pydoc_topics"
 """Name of the embedded corpus: the 79 topics of `pydoc_data.topics` in the standard library."""
 
-SUFFIXES = (".txt", ".jsonl")
+SUFFIXES = (".txt", ".jsonl", ".parquet")
 """Files that are read; others in a folder are left alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One text, trained as one sequence."""
-
-    name: str
-    """A topic, a path inside the source, or such a path and a line number."""
-    text: bytes
-    """The text in UTF-8, never empty."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The documents of a run, sorted by name."""
-
-    source: str
-    """The embedded corpus by name, or a path."""
-    documents: tuple[Document, ...]
-    """At least one."""
-
-    @property
-    def sha256(self) -> str:
-        """Hash over names and texts: two runs with the same hash trained on the same data."""
-        digest = hashlib.sha256()
-        for document in self.documents:
-            for part in (document.name.encode(), document.text):
-                digest.update(len(part).to_bytes(8, "big") + part)
-        return digest.hexdigest()
-
-
 def load_corpus(
-    source: str, *, text_field: str = "text", max_documents: int | None = None
+    data: DataConfig, *, source: str | None = None, max_documents: int | None = None
 ) -> Corpus:
     """Reads a corpus.
 
     Args:
-        source: `pydoc_topics`, or a path to a .txt or .jsonl file or to a folder of those. A .txt
-            file is one document; each line of a .jsonl file is one.
-        text_field: Field of a .jsonl line that holds the text.
-        max_documents: Keep only so many documents, the first by name.
+        data: The data section of a recipe. A .txt file is one document; each line of a .jsonl file
+            and each row of a .parquet file or a dataset is one.
+        source: Where the documents are instead of `data.source`.
+        max_documents: Keep only so many documents, the first by name; None: `data.max_documents`,
+            where the source is that of the data.
 
     Raises:
         ValueError: Something is missing, empty, or not text. The message says where.
     """
-    documents = _embedded() if source == EMBEDDED_SOURCE else _from_path(source, text_field)
+    if source is None:
+        source, max_documents = data.source, max_documents or data.max_documents
+    if data.format == "datasets":
+        documents = list(read_dataset(source, data, max_documents=max_documents))
+    elif source == EMBEDDED_SOURCE:
+        documents = _embedded(data)
+    else:
+        documents = _from_path(source, data)
     chosen = sorted(documents, key=lambda document: document.name)[:max_documents]
+    if not chosen:
+        raise ValueError(f"{source} holds no document; expected at least one")
     return Corpus(source=source, documents=tuple(chosen))
 
 
@@ -77,24 +61,31 @@ def document_order(num_documents: int, *, seed: int, epoch: int, shuffle: bool) 
     )
 
 
-def _embedded() -> list[Document]:
+def _embedded(data: DataConfig) -> list[Document]:
     from pydoc_data.topics import topics
 
+    for key in ("target_field", "messages_field", "label_field"):
+        if getattr(data, key) is not None:
+            raise ValueError(
+                f"data.{key} is {getattr(data, key)!r}, but {EMBEDDED_SOURCE} is plain text; name "
+                "your own .jsonl or .parquet file by data.source"
+            )
     return [Document(name=name, text=text.encode()) for name, text in topics.items()]
 
 
-def _from_path(source: str, text_field: str) -> list[Document]:
+def _from_path(source: str, data: DataConfig) -> list[Document]:
     path = Path(source)
     if not path.exists():
         raise ValueError(
             f"data.source {source!r} does not exist; expected {EMBEDDED_SOURCE!r}, or a path to a "
-            f".txt or .jsonl file or to a folder of those (looked in {Path.cwd()})"
+            f".txt, .jsonl or .parquet file or to a folder of those (looked in {Path.cwd()}); a "
+            "dataset of the hub needs data.format=datasets"
         )
     root = path if path.is_dir() else path.parent
     documents = [
-        Document(name=name, text=text)
+        document
         for file in _files(path)
-        for name, text in _read(file, file.relative_to(root).as_posix(), text_field)
+        for document in _read(file, file.relative_to(root).as_posix(), data)
     ]
     if not documents:
         raise ValueError(f"{source} holds no document; expected at least one line of JSON")
@@ -106,93 +97,56 @@ def _files(path: Path) -> list[Path]:
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
         if not files:
             raise ValueError(
-                f"folder {path} holds no .txt or .jsonl file; "
+                f"folder {path} holds no .txt, .jsonl or .parquet file; "
                 "put the documents there under one of those endings, or name another folder"
             )
         return files
     if path.suffix not in SUFFIXES:
         raise ValueError(
-            f"{path} ends in {path.suffix or 'nothing'!r}; expected a .txt file (one document) or "
-            "a .jsonl file (one document per line): rename or convert it"
+            f"{path} ends in {path.suffix or 'nothing'!r}; expected a .txt file (one document), a "
+            ".jsonl file (one document per line) or a .parquet file (one per row): rename or "
+            "convert it"
         )
     return [path]
 
 
-def _read(file: Path, name: str, text_field: str) -> Iterator[tuple[str, bytes]]:
-    """Names and texts of one file; line numbers are padded, so that they sort as numbers."""
+def _read(file: Path, name: str, data: DataConfig) -> Iterator[Document]:
+    if file.suffix == ".parquet":
+        yield from read_parquet(file, name, data)
+        return
     try:
         content = file.read_bytes()
     except OSError as error:
         raise ValueError(
             f"{file} cannot be read ({error.strerror}); give this user the right to read it"
         ) from None
-    if file.suffix == ".txt":
-        yield name, _checked_text(content, where=str(file))
-        return
+    if file.suffix == ".jsonl":
+        yield from _read_lines(content, file, name, data)
+    else:
+        _refuse_fields_of_text(file, data)
+        yield Document(name=name, text=checked_text(content, where=str(file)))
+
+
+def _read_lines(content: bytes, file: Path, name: str, data: DataConfig) -> Iterator[Document]:
+    """The documents of a .jsonl file; line numbers are padded, so that they sort as numbers."""
     for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            yield f"{name}:{number:08d}", _text_of_line(line, f"{file}:{number}", text_field)
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{where} is not JSON ({error}); expected an object per line, "
+                f'as {{"{data.text_field}": "..."}}'
+            ) from None
+        yield read_record(record, data, name=f"{name}:{number:08d}", where=where)
 
 
-def _text_of_line(line: bytes, where: str, text_field: str) -> bytes:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(
-            f"{where} is not JSON ({error}); expected an object per line, "
-            f'as {{"{text_field}": "..."}}'
-        ) from None
-    if not isinstance(record, Mapping):
-        raise ValueError(
-            f"{where} is a JSON {type(record).__name__}; expected an object with the text under "
-            f"{text_field!r}"
-        )
-    if text_field not in record:
-        fields = ", ".join(map(repr, record)) or "none"
-        raise ValueError(
-            f"{where} has no field {text_field!r}; its fields are {fields}: "
-            "set data.text_field to the one that holds the text"
-        )
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise ValueError(
-            f"{where}: field {text_field!r} is a {type(text).__name__}; expected a string"
-        )
-    return _checked_text(_as_utf8(text, where), where=where)
-
-
-def _as_utf8(text: str, where: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: the text holds half a surrogate pair at character {error.start}; "
-            "expected text that UTF-8 can hold: write the whole pair, or remove it"
-        ) from None
-
-
-def _checked_text(content: bytes, *, where: str) -> bytes:
-    """The bytes of a document without its byte order mark.
-
-    Raises:
-        ValueError: They are empty or not text.
-    """
-    content = content.removeprefix(b"\xef\xbb\xbf")
-    if not content.strip():
-        raise ValueError(
-            f"{where} is an empty document ({len(content)} bytes of white space); "
-            "expected text: remove it or fill it"
-        )
-    if (position := content.find(b"\0")) >= 0:
-        raise ValueError(
-            f"{where} is binary (a NUL byte at position {position}); "
-            "expected text in UTF-8: remove it, or convert it"
-        )
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where} is not UTF-8 (byte {content[error.start]:#04x} at position {error.start}); "
-            "expected text in UTF-8: convert it, for example with iconv"
-        ) from None
-    return content
+def _refuse_fields_of_text(file: Path, data: DataConfig) -> None:
+    for key in ("target_field", "messages_field", "label_field"):
+        if getattr(data, key) is not None:
+            raise ValueError(
+                f"{file} is plain text and has no field {getattr(data, key)!r} as data.{key} says; "
+                "expected a .jsonl or .parquet file"
+            )

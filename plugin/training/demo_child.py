@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rematic.recipes import Recipe
     from rematic.session import Session
-    from rematic.training.loss import Batch
+    from rematic.training.batches import Batch
     from rematic.training.plain_loop import PlainLoop
 
 
@@ -76,8 +76,7 @@ def load_work(name: str, overrides: Sequence[str]) -> Work:
     import torch
 
     from rematic.recipes import load_recipe
-    from rematic.training.corpus import load_corpus
-    from rematic.training.loader import build_loader
+    from rematic.training.data import load_data
 
     recipe = load_recipe(name, overrides)
     if recipe.memory.budget.kind != "absolute":
@@ -87,22 +86,21 @@ def load_work(name: str, overrides: Sequence[str]) -> Work:
         )
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
-    data = recipe.data
-    corpus = load_corpus(data.source, text_field=data.text_field, max_documents=data.max_documents)
-    loader = build_loader(corpus, data, seed=recipe.training.seed)
-    order = loader.order(0)
+    data = load_data(recipe)
+    order = data.loader.order(0)
+    examples = [data.loader.examples[index] for index in order]
     work = Work(
         recipe=recipe,
-        names=tuple(corpus.documents[index].name for index in order),
-        documents=tuple(tuple(loader.documents[index]) for index in order),
+        names=tuple(data.encoded.names[index] for index in order),
+        documents=tuple(example.ids for example in examples),
         budget_bytes=int(recipe.memory.budget.value or 0),
     )
     _tell(
         "work",
         lengths=[len(document) for document in work.documents],
         budget_bytes=work.budget_bytes,
-        max_length=data.max_length,
-        corpus_sha256=corpus.sha256,
+        max_length=recipe.data.max_length,
+        corpus_sha256=data.corpus.sha256,
     )
     return work
 
@@ -210,7 +208,7 @@ def _make_loop(work: Work) -> PlainLoop:
 
 
 def _batches(work: Work) -> Iterator[tuple[int, Batch]]:
-    from rematic.training.loader import make_batch
+    from rematic.training.batches import make_batch
 
     for number, ids in enumerate(work.documents):
         yield number, make_batch(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,25 +14,36 @@ from importlib.metadata import version
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
+from transformers import PreTrainedConfig
 from typing_extensions import override
 
-from rematic.hosts.lightning import RecomputeStrategy
-from rematic.journal import JournalWriter
+from rematic.hosts.lightning_strategy import SessionStrategy
+from rematic.journal import EventSink
 from rematic.memory import HostProbe, process_overhead_bytes
 from rematic.recipes import Recipe
 from rematic.session import Session
 from rematic.step_record import StepRecord
 from rematic.training.checkpoint_file import CheckpointFile
-from rematic.training.corpus import Corpus
+from rematic.training.data import TrainingData
+from rematic.training.dtype_inventory import take_inventory
+from rematic.training.evaluation import Evaluator
 from rematic.training.heap_cap import HeapCap
 from rematic.training.interrupts import StopRequest
-from rematic.training.language_model import LanguageModel
-from rematic.training.loader import DocumentLoader
-from rematic.training.model import ModelSize, build_model, check_budget
+from rematic.training.loader import BatchLoader
+from rematic.training.model import describe_source, name_attention
+from rematic.training.model_size import ModelSize, check_budget
+from rematic.training.packing_check import PackingCheck
+from rematic.training.prepared_model import prepare_model
 from rematic.training.progress import progress_callback
+from rematic.training.ranks import RUN_VARIABLE, Ranks
 from rematic.training.recorder import RunRecorder, truncate_metrics
 from rematic.training.resume import steps_before
 from rematic.training.run_directory import RunDirectory
+from rematic.training.saved_weights import save_weights
+from rematic.training.strategies import build_strategy, whole_state
+from rematic.training.tiled import choose_tiled_loss
+from rematic.training.trained_module import TrainedModule
 
 PACKAGES = ("rematic", "torch", "lightning", "transformers")
 """Packages whose versions a run notes."""
@@ -43,16 +55,27 @@ class Job:
 
     recipe: Recipe
     """What to train."""
-    corpus: Corpus
+    data: TrainingData
     """On which documents."""
-    loader: DocumentLoader
-    """Hands them out."""
+    config: PreTrainedConfig
+    """Of the model."""
     size: ModelSize
     """What the model will hold."""
     directory: RunDirectory
     """Where it is written."""
+    ranks: Ranks
+    """Where this process stands among those of the run."""
     is_resumed: bool
     """Whether it goes on with a checkpoint."""
+    allow_code: bool
+    """Whether the recipe may name code outside the allow-list."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in all."""
+        training = self.recipe.training
+        steps = -(-len(self.data.loader) // training.accumulate) * training.epochs
+        return steps if training.max_steps is None else min(steps, training.max_steps)
 
 
 class Fit:
@@ -70,7 +93,7 @@ class Fit:
         self,
         job: Job,
         *,
-        journal: JournalWriter,
+        journal: EventSink,
         stop: StopRequest,
         notify: Callable[[str], None],
         show_progress: bool,
@@ -79,37 +102,66 @@ class Fit:
         self._notify = notify
         self._show_progress = show_progress
         self._journal = journal
-        self._strategy: RecomputeStrategy | None = None
+        self._strategy: SessionStrategy | None = None
+        self._model: nn.Module | None = None
         self.recorder = RunRecorder(
             job.directory,
             journal=journal,
-            loader=job.loader,
+            loader=job.data.loader,
             stop=stop,
             figures=self._last_step,
             facts=self._facts,
             checkpoint_every_steps=job.recipe.run.checkpoint_every_steps,
+            is_first=job.ranks.is_first,
         )
 
     def run(self) -> None:
-        """Builds the model and trains it.
+        """Builds the model, trains it, and saves it unless somebody stops it.
 
         Raises:
             KeyboardInterrupt: Somebody did not want to wait for the end of a step.
         """
         job = self._job
-        training = job.recipe.training
-        model = build_model(job.recipe.model, max_length=job.loader.max_length, seed=training.seed)
-        module = LanguageModel(model, training=training)
-        self._strategy = RecomputeStrategy(
-            recipe=job.recipe, probe=self._probe(), journal=self._journal
+        recipe = choose_tiled_loss(job.recipe, job.config)
+        self._model = prepare_model(recipe, config=job.config)
+        self._tell_inventory(self._model)
+        module = TrainedModule(
+            self._model,
+            training=recipe.training,
+            total_steps=job.total_steps,
+            allow_code=job.allow_code,
         )
+        module.batches_before = job.data.loader.finished
+        self._strategy = build_strategy(recipe, probe=self._probe(), journal=self._journal)
         checkpoint = job.directory.checkpoint if job.is_resumed else None
-        with _quiet_lightning():
+        with _quiet_libraries():
             try:
+                os.environ[RUN_VARIABLE] = str(job.directory.path.resolve())
                 trainer = self._trainer(self._strategy)
-                trainer.fit(module, train_dataloaders=job.loader, ckpt_path=checkpoint)
+                trainer.fit(module, train_dataloaders=job.data.loader, ckpt_path=checkpoint)
             except SystemExit:  # Lightning's word for Ctrl-C
                 raise KeyboardInterrupt from None
+            finally:
+                os.environ.pop(RUN_VARIABLE, None)
+        if not self.recorder.is_stopped:
+            self._save(self._model)
+
+    def _save(self, model: nn.Module) -> None:
+        job = self._job
+        state = whole_state(job.recipe, model) if job.recipe.saved else None
+        if job.ranks.is_first:
+            save_weights(
+                job.recipe,
+                model,
+                job.directory.path,
+                state=state,
+                tokenizer=job.data.tokenizer.saved(),
+            )
+
+    def _tell_inventory(self, model: nn.Module) -> None:
+        if self._show_progress:
+            for held in take_inventory(model):
+                self._notify(str(held))
 
     @property
     def session(self) -> Session:
@@ -131,12 +183,12 @@ class Fit:
             return None
         return HostProbe(overhead_bytes=process_overhead_bytes(self._job.size.weight_bytes))
 
-    def _trainer(self, strategy: RecomputeStrategy) -> pl.Trainer:
+    def _trainer(self, strategy: SessionStrategy) -> pl.Trainer:
         recipe = self._job.recipe
         callbacks = self._callbacks()
         return pl.Trainer(
             accelerator="cpu" if self._on_cpu else "auto",
-            devices=1,
+            devices=recipe.distributed.devices,
             strategy=strategy,
             precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
             max_epochs=recipe.training.epochs,
@@ -148,16 +200,33 @@ class Fit:
             enable_checkpointing=False,
             enable_progress_bar=any(isinstance(c, pl.callbacks.ProgressBar) for c in callbacks),
             enable_model_summary=False,
+            use_distributed_sampler=False,
         )
 
     def _callbacks(self) -> list[Callback]:
-        """In this order: refuse, record, show, and cap last, when all else has begun."""
-        callbacks: list[Callback] = [_BudgetCheck(self), self.recorder]
+        """In this order: refuse, record, evaluate, show, and cap last, when all else has begun."""
+        job = self._job
+        callbacks: list[Callback] = [_BudgetCheck(self)]
+        if job.recipe.data.packing:
+            callbacks.append(PackingCheck())
+        callbacks.append(self.recorder)
+        if job.data.evaluation is not None:
+            callbacks.append(self._evaluator(job.data.evaluation))
         if self._show_progress:
             callbacks.append(progress_callback(self._last_step))
-        if self._job.recipe.memory.heap_cap:
+        if job.recipe.memory.heap_cap:
             callbacks.append(HeapCap(self._room_bytes, notify=self._notify))
         return callbacks
+
+    def _evaluator(self, loader: BatchLoader) -> Evaluator:
+        job = self._job
+        return Evaluator(
+            loader,
+            path=job.directory.evaluation if job.ranks.is_first else None,
+            every_steps=job.recipe.evaluation.every_steps,
+            shift=job.recipe.model.task == "causal-lm",
+            notify=self._notify if self._show_progress else _say_nothing,
+        )
 
     def check_budget(self) -> None:
         """Refuses a budget that only the session could read, such as a fraction of the device."""
@@ -180,22 +249,29 @@ class Fit:
         return self.session.last_step
 
     def _facts(self) -> Mapping[str, object]:
-        job = self._job
+        job, recipe = self._job, self._job.recipe
+        assert self._model is not None, "the fit has begun"
         facts: dict[str, object] = {
             "name": job.directory.name,
-            "recipe": job.recipe.name,
-            "corpus": job.corpus.source,
-            "corpus_sha256": job.corpus.sha256,
-            "documents": len(job.loader),
+            "recipe": recipe.name,
+            "corpus": job.data.corpus.source,
+            "corpus_sha256": job.data.corpus.sha256,
+            "documents": len(job.data.encoded.examples),
+            "documents_cut": job.data.encoded.num_cut,
+            "documents_skipped": job.data.encoded.num_skipped,
             "parameters": job.size.num_parameters,
+            "trained": job.size.num_trainable,
+            "weights": describe_source(recipe.model),
+            "attention": name_attention(self._model),
+            "dtypes": [str(held) for held in take_inventory(self._model)],
             "versions": {
                 "python": platform.python_version(),
                 **{package: version(package) for package in PACKAGES},
             },
         }
-        if job.is_resumed:
+        if job.is_resumed and job.ranks.is_first:
             facts["resumed_after_step"] = steps_before(job.directory)
-            truncate_metrics(job.directory.metrics, batches=job.loader.finished)
+            truncate_metrics(job.directory.metrics, batches=job.data.loader.finished)
         return facts
 
 
@@ -210,8 +286,12 @@ class _BudgetCheck(Callback):
         self._fit.check_budget()
 
 
+def _say_nothing(text: str) -> None:
+    """Drops what nobody shall see."""
+
+
 @contextmanager
-def _quiet_lightning() -> Iterator[None]:
+def _quiet_libraries() -> Iterator[None]:
     """Keeps Lightning's notices about itself off the screen."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level

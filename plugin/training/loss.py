@@ -1,21 +1,20 @@
-"""The loss of a causal language model."""
+"""The loss of a model of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 
-Batch = Mapping[str, Tensor]
-"""`input_ids` and `labels`, each of shape (batch, seq)."""
+from rematic.training.batches import Batch
+from rematic.training.tasks import accepts
 
 
-def language_model_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean loss of the next token; nothing else of the forward stays alive.
+def model_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss that the model itself computes; nothing else of the forward stays alive.
 
     Args:
-        model: A causal language model of transformers.
-        batch: `input_ids` and `labels` of shape (batch, seq).
+        model: A model of transformers, with or without an adapter.
+        batch: What it is called with, `labels` among it.
     """
-    loss: Tensor = model(**batch, use_cache=False).loss
+    options = {"use_cache": False} if accepts(model, "use_cache") else {}
+    loss: Tensor = model(**batch, **options).loss
     return loss

@@ -2,37 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rematic.recipes import TrainingConfig
+from rematic.recipes import (
+    AdafactorConfig,
+    AdamWConfig,
+    SGDConfig,
+    TargetOptimizerConfig,
+    TrainingConfig,
+)
+from rematic.training.extras import import_extra
+from rematic.training.import_target import import_target
+from rematic.training.rates import rate_factor
+
+_BITSANDBYTES = {
+    "adamw-8bit": "AdamW8bit",
+    "paged-adamw": "PagedAdamW",
+    "paged-adamw-8bit": "PagedAdamW8bit",
+}
+"""Classes of `bitsandbytes.optim` by the name that a recipe gives them."""
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], training: TrainingConfig) -> AdamW:
-    """AdamW over what is trained; weight decay for matrices only.
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], training: TrainingConfig, *, allow_code: bool = False
+) -> Optimizer:
+    """The optimizer over what is trained; weight decay for matrices only.
 
-    On a GPU it is the fused kernel, which needs no memory beyond its state.
+    On a GPU AdamW is the fused kernel, which needs no memory beyond its state.
+
+    Args:
+        parameters: The model's; frozen ones are left out.
+        training: The training section of a recipe.
+        allow_code: Whether `_target_` may name a class outside the allow-list.
+
+    Raises:
+        ValueError: The class that a recipe names cannot be used, or bitsandbytes is missing.
     """
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=training.learning_rate,
-        fused=True if any(p.is_cuda for p in trained) else None,
+    build = _builder(training, trained, allow_code=allow_code)
+    optimizer: Optimizer = build(
+        [group for group in groups if group["params"]], lr=training.learning_rate
     )
+    return optimizer
 
 
-def build_schedule(optimizer: Optimizer, training: TrainingConfig) -> LambdaLR:
-    """The learning rate over optimizer steps: a linear rise, then constant."""
-    warmup = training.warmup_steps
-    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1)))
+def _builder(
+    training: TrainingConfig, trained: list[nn.Parameter], *, allow_code: bool
+) -> Callable[..., Any]:
+    config = training.optimizer
+    if isinstance(config, AdamWConfig):
+        return _adamw(config, trained)
+    if isinstance(config, AdafactorConfig):
+        decay, threshold = config.beta2_decay, config.clip_threshold
+        return lambda groups, lr: Adafactor(groups, lr=lr, beta2_decay=decay, d=threshold)
+    if isinstance(config, SGDConfig):
+        momentum, nesterov = config.momentum, config.nesterov
+        return lambda groups, lr: SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov)
+    return _target(config, allow_code=allow_code)
+
+
+def _adamw(config: AdamWConfig, trained: list[nn.Parameter]) -> Callable[..., Any]:
+    first, second = config.betas
+    options: dict[str, Any] = {"betas": (first, second), "eps": config.eps}
+    if config.name == "adamw":
+        fused = True if any(p.is_cuda for p in trained) else None
+        return lambda groups, lr: AdamW(groups, lr=lr, fused=fused, **options)
+    optim = import_extra("bitsandbytes.optim", extra="bitsandbytes", needed_by=_key(config))
+    kind = getattr(optim, _BITSANDBYTES[config.name])
+    if config.name.startswith("paged") and not any(p.is_cuda for p in trained):
+        # It says so itself, in every step, where a recipe is tried on a CPU.
+        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+    return lambda groups, lr: kind(groups, lr=lr, **options)
+
+
+def _key(config: AdamWConfig) -> str:
+    return f"training.optimizer: {config.name}"
+
+
+def _target(config: TargetOptimizerConfig, *, allow_code: bool) -> Callable[..., Any]:
+    key = "training.optimizer._target_"
+    kind = import_target(config._target_, base=Optimizer, key=key, allow_code=allow_code)
+
+    def build(groups: list[dict[str, Any]], lr: float) -> Any:  # noqa: ANN401 - any optimizer
+        try:
+            return kind(groups, lr=lr, **config.options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"training.optimizer.options does not fit {config._target_} ({error}); expected "
+                "keyword arguments that it takes"
+            ) from error
+
+    return build
+
+
+def check_target(training: TrainingConfig, *, allow_code: bool) -> None:
+    """Refuses an optimizer that a recipe may not name, before anything is loaded.
+
+    Raises:
+        ValueError: Its class is outside the allow-list, or does not exist, or bitsandbytes, which
+            has it, is missing.
+    """
+    config = training.optimizer
+    if isinstance(config, TargetOptimizerConfig):
+        _target(config, allow_code=allow_code)
+    elif isinstance(config, AdamWConfig):
+        _adamw(config, [])
+
+
+def build_schedule(
+    optimizer: Optimizer, training: TrainingConfig, *, total_steps: int | None = None
+) -> LambdaLR:
+    """The learning rate over optimizer steps: a linear rise, then what the schedule says.
+
+    Args:
+        optimizer: Whose rate it is.
+        training: The training section of a recipe.
+        total_steps: Optimizer steps in all; a schedule that falls needs them.
+    """
+    return LambdaLR(
+        optimizer,
+        lambda step: rate_factor(
+            step,
+            schedule=training.schedule,
+            warmup_steps=training.warmup_steps,
+            total_steps=total_steps,
+            final_share=training.final_share,
+        ),
+    )
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float | None) -> None:
@@ -57,4 +164,8 @@ def create_optimizer_state(optimizer: Optimizer) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for state in optimizer.state.values():
-        state["step"].zero_()
+        step = state["step"]
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+        else:  # a number in bitsandbytes
+            state["step"] = 0

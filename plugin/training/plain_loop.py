@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 
 from rematic.recipes import Recipe
-from rematic.training.loss import Batch, language_model_loss
-from rematic.training.model import build_model, size_of
+from rematic.training.batches import Batch
+from rematic.training.loss import model_loss
+from rematic.training.model_config import build_config
+from rematic.training.model_size import size_of
 from rematic.training.optimization import (
     build_optimizer,
     build_schedule,
     clip_gradients,
     create_optimizer_state,
 )
+from rematic.training.prepared_model import prepare_model
+from rematic.training.trained_module import batch_seed
 
 
 class PlainLoop:
@@ -29,7 +33,8 @@ class PlainLoop:
 
     def __init__(self, recipe: Recipe, *, max_length: int) -> None:
         self._training = recipe.training
-        self.model = build_model(recipe.model, max_length=max_length, seed=recipe.training.seed)
+        config = build_config(recipe.model, max_length=max_length)
+        self.model = prepare_model(recipe, config=config)
         self.optimizer = build_optimizer(self.model.parameters(), recipe.training)
         create_optimizer_state(self.optimizer)
         self._schedule = build_schedule(self.optimizer, recipe.training)
@@ -42,12 +47,12 @@ class PlainLoop:
 
     def start_document(self, number: int) -> None:
         """Sets the random state of the document with this number."""
-        torch.manual_seed(self._training.seed + 1_000_003 * (number + 1))
+        torch.manual_seed(batch_seed(self._training.seed, number=number))
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """The loss of one document; its gradients are in the parameters."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self._training.precision == "bf16"):
-            loss = language_model_loss(self.model, batch)
+            loss = model_loss(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from rematic.journal import EventSink
 from rematic.training.interrupts import StopRequest
-from rematic.training.loader import DocumentLoader
+from rematic.training.loader import BatchLoader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,7 @@ class RunRecorder(Callback):
         figures: Gives the last step.
         facts: What `run_start` says.
         checkpoint_every_steps: Optimizer steps between checkpoints; None: only at the end.
+        is_first: Whether this process writes; of several that train together one does.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class RunRecorder(Callback):
         directory: RunDirectory,
         *,
         journal: EventSink,
-        loader: DocumentLoader,
+        loader: BatchLoader,
         stop: StopRequest,
         figures: Figures,
         facts: Callable[[], Mapping[str, object]],
         checkpoint_every_steps: int | None,
+        is_first: bool = True,
     ) -> None:
         self._directory = directory
         self._journal = journal
@@ -53,11 +55,17 @@ class RunRecorder(Callback):
         self._figures = figures
         self._facts = facts
         self._checkpoint_every_steps = checkpoint_every_steps
+        self._is_first = is_first
         self._optimizer_steps = 0
         self._last_loss: float | None = None
         self.finished_batches = 0
         """Batches that this process has trained."""
         self._learning_rate = 0.0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has asked for the end."""
+        return self._stop.signal_number is not None
 
     @property
     def is_empty(self) -> bool:
@@ -96,7 +104,7 @@ class RunRecorder(Callback):
             return  # more micro-batches belong to this step
         self._optimizer_steps = trainer.global_step
         every = self._checkpoint_every_steps
-        if self._stop.signal_number is not None:
+        if self._agree_to_stop(trainer):
             trainer.should_stop = True
         is_due = every is not None and trainer.global_step % every == 0
         if trainer.should_stop or is_due or _is_last(trainer):
@@ -121,7 +129,15 @@ class RunRecorder(Callback):
         reason = None if interrupted else " ".join(str(exception).split())[:2000]
         self._end("interrupted" if interrupted else "failed", reason=reason)
 
+    def _agree_to_stop(self, trainer: pl.Trainer) -> bool:
+        """Whether a process was asked to stop; all of them stop after the same step."""
+        if trainer.world_size == 1:
+            return self.is_stopped
+        return trainer.strategy.reduce_boolean_decision(self.is_stopped, all=False)
+
     def _write_metrics(self, trainer: pl.Trainer) -> None:
+        if not self._is_first:
+            return
         step = self._figures()
         line = {
             "batch": self._loader.finished,

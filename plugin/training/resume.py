@@ -4,17 +4,40 @@ from __future__ import annotations
 
 from rematic.journal import read_journal
 from rematic.recipes import Recipe, load_recipe
-from rematic.training.corpus import Corpus
+from rematic.training.documents import Corpus
 from rematic.training.run_directory import RunDirectory
 
 MUST_AGREE = (
+    ("model", "task"),
     ("model", "type"),
     ("model", "config"),
+    ("model", "id"),
+    ("model", "path"),
+    ("model", "revision"),
+    ("model", "dtype"),
+    ("tuning", "method"),
+    ("tuning", "r"),
+    ("tuning", "alpha"),
+    ("tuning", "targets"),
+    ("tuning", "modules_to_save"),
+    ("tuning", "rslora"),
+    ("quantization", "format"),
+    ("quantization", "double"),
+    ("quantization", "skip"),
+    ("data", "tokenizer"),
     ("data", "max_length"),
+    ("data", "overlong"),
     ("data", "order"),
+    ("data", "batch_size"),
+    ("data", "packing"),
+    ("data", "mask_share"),
+    ("evaluation", "source"),
+    ("evaluation", "holdout"),
+    ("training", "optimizer"),
     ("training", "seed"),
     ("training", "accumulate"),
     ("training", "precision"),
+    ("distributed", "devices"),
 )
 """What a checkpoint depends on; the rest of a recipe may change when a run is resumed."""
 

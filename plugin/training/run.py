@@ -11,12 +11,15 @@ import torch
 
 from rematic.journal import JournalWriter, RunSummary, read_journal, summarize
 from rematic.memory import use_mapping_malloc
-from rematic.recipes import MemoryConfig, Recipe, format_recipe
-from rematic.training.corpus import load_corpus
+from rematic.recipes import Recipe, format_recipe
+from rematic.training.data import load_data
 from rematic.training.fit import Fit, Job
 from rematic.training.interrupts import StopRequest
-from rematic.training.loader import build_loader
-from rematic.training.model import ModelSize, check_budget, measure_model
+from rematic.training.model_config import build_config
+from rematic.training.model_size import ModelSize, check_budget
+from rematic.training.optimization import check_target
+from rematic.training.prepared_model import measure_recipe
+from rematic.training.ranks import NoJournal, Ranks, find_ranks
 from rematic.training.resume import check_resumable
 from rematic.training.run_directory import (
     RunDirectory,
@@ -31,6 +34,7 @@ def train(
     resume: str | Path | None = None,
     stop: StopRequest | None = None,
     show_progress: bool = True,
+    allow_code: bool = False,
 ) -> RunSummary:
     """Trains a recipe in this process and writes its run directory.
 
@@ -42,6 +46,7 @@ def train(
         resume: Directory of a run to go on with; None: a new one.
         stop: Watches for Ctrl-C already; None: it is watched here.
         show_progress: Whether stderr shows how it goes.
+        allow_code: Whether `_target_` may name a class outside the allow-list.
 
     Returns:
         The run in figures; `status` says whether it was interrupted.
@@ -54,36 +59,53 @@ def train(
         use_mapping_malloc()  # before torch allocates a tensor
     if recipe.training.threads is not None:
         torch.set_num_threads(recipe.training.threads)
-    job = _prepare(recipe, resume=resume)
+    job = _prepare(recipe, resume=resume, allow_code=allow_code)
     watched = StopRequest(notify=_notice) if stop is None else contextlib.nullcontext(stop)
     with watched as request:
         return _run(job, stop=request, show_progress=show_progress)
 
 
-def _prepare(recipe: Recipe, *, resume: str | Path | None) -> Job:
+def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> Job:
     """Checks all that can be checked before weights exist, then makes the run directory."""
-    data = recipe.data
-    corpus = load_corpus(data.source, text_field=data.text_field, max_documents=data.max_documents)
-    loader = build_loader(corpus, data, seed=recipe.training.seed)
-    size = measure_model(recipe.model, max_length=loader.max_length)
-    _check_memory(recipe.memory, size)
-    if resume is None:
-        directory = create_run_directory(recipe.run.dir, name=recipe.run.name or recipe.name)
-    else:
-        directory = open_run_directory(resume)
-        check_resumable(directory, recipe, corpus=corpus)
+    ranks = find_ranks(recipe)
+    check_target(recipe.training, allow_code=allow_code)
+    data = load_data(recipe, rank=ranks.rank, num_ranks=ranks.num_ranks)
+    config = build_config(
+        recipe.model,
+        max_length=data.max_length,
+        num_tokens=data.num_tokens,
+        num_labels=data.num_labels,
+        marks=data.tokenizer.marks(),
+    )
+    size = measure_recipe(recipe, config=config)
+    _check_memory(recipe, size)
+    directory = _open_directory(recipe, ranks, resume=resume)
+    if resume is not None:
+        check_resumable(directory, recipe, corpus=data.corpus)
     return Job(
         recipe=recipe,
-        corpus=corpus,
-        loader=loader,
+        data=data,
+        config=config,
         size=size,
         directory=directory,
+        ranks=ranks,
         is_resumed=resume is not None,
+        allow_code=allow_code,
     )
 
 
-def _check_memory(memory: MemoryConfig, size: ModelSize) -> None:
-    if memory.budget.kind == "absolute":
+def _open_directory(recipe: Recipe, ranks: Ranks, *, resume: str | Path | None) -> RunDirectory:
+    if resume is not None:
+        return open_run_directory(resume)
+    if ranks.run_path is not None:
+        return RunDirectory(path=Path(ranks.run_path))
+    return create_run_directory(recipe.run.dir, name=recipe.run.name or recipe.name)
+
+
+def _check_memory(recipe: Recipe, size: ModelSize) -> None:
+    memory = recipe.memory
+    # a rank holds a part of a sharded model
+    if memory.budget.kind == "absolute" and recipe.distributed.strategy != "fsdp2":
         check_budget(size, budget_bytes=int(memory.budget.value or 0))
     if memory.budget.kind == "auto" and memory.heap_cap:
         raise ValueError(
@@ -94,12 +116,16 @@ def _check_memory(memory: MemoryConfig, size: ModelSize) -> None:
 
 def _run(job: Job, *, stop: StopRequest, show_progress: bool) -> RunSummary:
     directory = job.directory
-    journal = JournalWriter(directory.journal)
-    fit = Fit(job, journal=journal, stop=stop, notify=_notice, show_progress=show_progress)
+    first = job.ranks.is_first
+    journal: JournalWriter | NoJournal = JournalWriter(directory.journal) if first else NoJournal()
+    fit = Fit(
+        job, journal=journal, stop=stop, notify=_notice, show_progress=show_progress and first
+    )
     try:
-        directory.recipe.write_text(format_recipe(job.recipe), encoding="utf-8")
+        if first:
+            directory.recipe.write_text(format_recipe(job.recipe), encoding="utf-8")
         fit.run()
-        if job.is_resumed and not fit.recorder.finished_batches:
+        if job.is_resumed and first and not fit.recorder.finished_batches:
             _notice(
                 f"{directory.path} had finished; raise training.epochs or training.max_steps to "
                 "train it further"
@@ -111,14 +137,14 @@ def _run(job: Job, *, stop: StopRequest, show_progress: bool) -> RunSummary:
             raise
         if isinstance(error, KeyboardInterrupt):
             return summarize(read_journal(directory.journal))
-        raise _failure(error, directory) from error
+        raise _failure(error, directory, ranks=job.ranks) from error
     journal.close()
     return summarize(read_journal(directory.journal))
 
 
-def _failure(error: BaseException, directory: RunDirectory) -> RuntimeError:
+def _failure(error: BaseException, directory: RunDirectory, *, ranks: Ranks) -> RuntimeError:
     """What the user is told; the traceback stays in the run directory."""
-    details = directory.path / "traceback.txt"
+    details = directory.path / f"traceback{'' if ranks.is_first else ranks.rank}.txt"
     details.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     text = str(error) or type(error).__name__
     return RuntimeError(f"training failed: {text}\n(details in {details})")

@@ -36,6 +36,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluation(self) -> Path:
+        """Loss of each evaluation, one JSON object per line."""
+        return self.path / "evaluation.jsonl"
+
+    @property
     def recipe(self) -> Path:
         """The recipe as it was resolved."""
         return self.path / "recipe.yaml"

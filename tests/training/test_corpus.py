@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from rematic.training.corpus import Corpus, Document, document_order, load_corpus
+from rematic.recipes import DataConfig
+from rematic.training.corpus import document_order, load_corpus
+from rematic.training.documents import Corpus, Document
 
 
 def test_the_embedded_corpus_is_real_text_of_many_lengths() -> None:
-    corpus = load_corpus("pydoc_topics")
+    corpus = load_corpus(DataConfig())
     sizes = sorted(len(document.text) for document in corpus.documents)
     names = [document.name for document in corpus.documents]
     assert len(corpus.documents) == 79
@@ -20,8 +22,8 @@ def test_the_embedded_corpus_is_real_text_of_many_lengths() -> None:
 
 
 def test_keeps_the_first_documents_by_name() -> None:
-    whole = load_corpus("pydoc_topics").documents
-    assert load_corpus("pydoc_topics", max_documents=3).documents == whole[:3]
+    whole = load_corpus(DataConfig()).documents
+    assert load_corpus(DataConfig(max_documents=3)).documents == whole[:3]
 
 
 def test_reads_files_and_folders(tmp_path: Path) -> None:
@@ -29,13 +31,13 @@ def test_reads_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "lines.jsonl").write_text('{"body": "one"}\n\n{"body": "d\\u00e9ux"}\n')
     (tmp_path / "notes.md").write_text("not read")
-    corpus = load_corpus(str(tmp_path), text_field="body")
+    corpus = load_corpus(DataConfig(source=str(tmp_path), text_field="body"))
     assert [document.text for document in corpus.documents] == [
         b"one",
         "déux".encode(),
         b"second",
     ]
-    assert load_corpus(str(tmp_path / "b.txt")).documents == (
+    assert load_corpus(DataConfig(source=str(tmp_path / "b.txt"))).documents == (
         Document(name="b.txt", text=b"second"),
     )
 
@@ -44,14 +46,16 @@ def test_the_same_data_elsewhere_has_the_same_hash(tmp_path: Path) -> None:
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_text('{"text": "x"}')
-    here, there = (load_corpus(str(tmp_path / folder)) for folder in ("here", "there"))
+    here, there = (
+        load_corpus(DataConfig(source=str(tmp_path / folder))) for folder in ("here", "there")
+    )
     assert here.sha256 == there.sha256
 
 
 def test_lines_of_a_long_file_stay_in_order(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(1, 12)))
-    texts = [document.text for document in load_corpus(str(lines)).documents]
+    texts = [document.text for document in load_corpus(DataConfig(source=str(lines))).documents]
     assert texts == [f"line {n}".encode() for n in range(1, 12)]
 
 
@@ -62,7 +66,7 @@ def test_lines_of_a_long_file_stay_in_order(tmp_path: Path) -> None:
         ("a.txt", b" \n\t", "a.txt is an empty document (3 bytes of white space)"),
         ("a.txt", b"ab\0c", "a.txt is binary (a NUL byte at position 2); expected text in UTF-8"),
         ("a.txt", b"caf\xe9", "a.txt is not UTF-8 (byte 0xe9 at position 3)"),
-        ("a.csv", b"x", "ends in '.csv'; expected a .txt file (one document) or a .jsonl file"),
+        ("a.csv", b"x", "ends in '.csv'; expected a .txt file (one document), a .jsonl file"),
         ("plain", b"x", "ends in 'nothing'; expected a .txt file"),
         ("a.jsonl", b"", "holds no document; expected at least one line of JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl:2 is not JSON"),
@@ -83,15 +87,15 @@ def test_lines_of_a_long_file_stay_in_order(tmp_path: Path) -> None:
 def test_refuses_what_is_not_text(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        load_corpus(str(tmp_path / name))
+        load_corpus(DataConfig(source=str(tmp_path / name)))
     assert str(tmp_path / name) in str(caught.value)
 
 
 def test_refuses_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist; expected 'pydoc_topics', or a path"):
-        load_corpus(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"holds no \.txt or \.jsonl file; put the documents"):
-        load_corpus(str(tmp_path))
+        load_corpus(DataConfig(source=str(tmp_path / "nowhere")))
+    with pytest.raises(ValueError, match=r"holds no \.txt, \.jsonl or \.parquet file; put"):
+        load_corpus(DataConfig(source=str(tmp_path)))
 
 
 def test_the_hash_sees_every_byte_and_its_place() -> None:

@@ -14,11 +14,12 @@ from lightning.pytorch.callbacks import Callback
 from rematic.recipes import ModelConfig, TrainingConfig
 from rematic.training.checkpoint_file import CheckpointFile
 from rematic.training.interrupts import StopRequest
-from rematic.training.language_model import LanguageModel
-from rematic.training.loader import DocumentLoader
+from rematic.training.loader import BatchLoader
 from rematic.training.model import build_model
 from rematic.training.recorder import RunRecorder, truncate_metrics
 from rematic.training.run_directory import RunDirectory
+from rematic.training.trained_module import TrainedModule
+from tests.training.small import examples, maker
 
 DOCUMENTS = [[1, 3 + number, 4 + number, 2] for number in range(7)]
 MODEL = ModelConfig(
@@ -50,10 +51,10 @@ class Run:
 
     def __post_init__(self) -> None:
         self.events: list[Mapping[str, object]] = []
-        self.loader = DocumentLoader(DOCUMENTS, seed=0, shuffle=True)
+        self.loader = BatchLoader(examples(DOCUMENTS), maker())
         self.stop = StopRequest()
         training = TrainingConfig(learning_rate=0.01, warmup_steps=3, accumulate=self.accumulate)
-        self.module = LanguageModel(build_model(MODEL, max_length=4, seed=0), training=training)
+        self.module = TrainedModule(build_model(MODEL, max_length=4, seed=0), training=training)
         created = (self.path,) if self.created else ()
         self.directory = RunDirectory(path=self.path, created=created)
         self.recorder = RunRecorder(

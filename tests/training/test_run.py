@@ -10,22 +10,11 @@ import pytest
 import torch
 
 from rematic.journal import read_journal
-from rematic.recipes import Recipe, load_recipe
+from rematic.recipes import load_recipe
+from rematic.training.data import load_data
 from rematic.training.plain_loop import PlainLoop
 from rematic.training.run import train
-
-TINY = (
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=2",
-    "data.max_documents=4",
-    "data.max_length=48",
-    "training.threads=1",
-    "memory.budget=64MiB",
-    "memory.heap_cap=false",
-)
+from tests.training.small import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +25,6 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def tiny(*overrides: str) -> Recipe:
-    return load_recipe("tiny-cpu", [*TINY, *overrides])
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -78,12 +63,7 @@ def test_a_run_leaves_all_that_explains_it(tmp_path: Path) -> None:
 def test_trains_like_a_plain_loop(tmp_path: Path) -> None:
     recipe = tiny("model.config.attention_dropout=0.0")
     train(recipe, show_progress=False)
-    from rematic.training.corpus import load_corpus
-    from rematic.training.loader import build_loader
-
-    loader = build_loader(
-        load_corpus("pydoc_topics", max_documents=4), recipe.data, seed=recipe.training.seed
-    )
+    loader = load_data(recipe).loader
     loop = PlainLoop(recipe, max_length=loader.max_length)
     plain = []
     for batch in loader:
@@ -216,16 +196,16 @@ def test_refuses_to_resume_with_something_else(
 def test_a_failed_run_keeps_its_journal_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rematic.training.language_model import LanguageModel
+    from rematic.training.trained_module import TrainedModule
 
-    step = LanguageModel.training_step
+    step = TrainedModule.training_step
 
-    def fail(module: LanguageModel, batch: object, batch_idx: int) -> torch.Tensor:
+    def fail(module: TrainedModule, batch: object, batch_idx: int) -> torch.Tensor:
         if batch_idx == 2:
             raise ValueError("a bug in the middle")
         return step(module, batch, batch_idx)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LanguageModel, "training_step", fail)
+    monkeypatch.setattr(TrainedModule, "training_step", fail)
     with pytest.raises(RuntimeError, match="training failed: a bug in the middle"):
         train(tiny(), show_progress=False)
     run = tmp_path / "runs" / "tiny-cpu"

@@ -1,0 +1,73 @@
+"""Puts an adapter of PEFT onto a model."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from torch import nn
+
+from rematic.recipes import ModelConfig, TuningConfig
+from rematic.recipes.tuning_schema import ALL_LINEAR
+from rematic.training.extras import import_extra
+from rematic.training.tasks import TASKS
+
+
+def add_adapter(model: nn.Module, tuning: TuningConfig, *, source: ModelConfig) -> nn.Module:
+    """The model with an adapter; all other weights are frozen.
+
+    It works on the device `meta` too, where it costs nothing and finds the same faults.
+
+    Args:
+        model: A model of transformers.
+        tuning: The tuning section of a recipe, its method not `full`.
+        source: The model section, whose name the saved adapter carries.
+
+    Raises:
+        ValueError: PEFT is missing, a name fits no module, or a module cannot have an adapter.
+    """
+    peft = import_extra("peft", extra="train", needed_by=f"tuning.method: {tuning.method}")
+    _check_names(model, tuning)
+    config = peft.LoraConfig(
+        r=tuning.r,
+        lora_alpha=tuning.alpha,
+        lora_dropout=tuning.dropout,
+        target_modules=ALL_LINEAR if tuning.targets == (ALL_LINEAR,) else list(tuning.targets),
+        modules_to_save=list(tuning.modules_to_save) or None,
+        use_rslora=tuning.rslora,
+        use_dora=tuning.method == "dora",
+        task_type=TASKS[source.task].peft_name,
+        base_model_name_or_path=source.id or source.path,
+        revision=source.revision,
+    )
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    except ValueError as error:  # such as for a module of a kind that it cannot adapt
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"tuning.targets cannot be adapted ({text}); name linear layers"
+        ) from error
+    return adapted.train()
+
+
+def _check_names(model: nn.Module, tuning: TuningConfig) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    ends = sorted(
+        {name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()}
+    )
+    for key in ("targets", "modules_to_save"):
+        for wanted in getattr(tuning, key):
+            if wanted == ALL_LINEAR:
+                continue
+            if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+                near = difflib.get_close_matches(wanted, ends, n=1)
+                hint = f", did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"tuning.{key} names {wanted!r}, but no module of this model is called so"
+                    f"{hint}; expected the end of a module's name, one of {', '.join(ends)}"
+                )
+
+
+def adapter_of(model: nn.Module) -> Any:  # noqa: ANN401 - a PeftModel, which is an import away
+    """The model as PEFT's own class; None where it has no adapter."""
+    return model if hasattr(model, "peft_config") else None

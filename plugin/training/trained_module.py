@@ -1,0 +1,124 @@
+"""The Lightning module of a recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from rematic.training.batches import Batch
+from rematic.training.loss import model_loss
+from rematic.training.optimization import build_optimizer, build_schedule, clip_gradients
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+    from torch.optim import Optimizer
+
+    from rematic.recipes import TrainingConfig
+
+
+def batch_seed(seed: int, *, number: int, rank: int = 0) -> int:
+    """Seed of the random numbers of one batch, the same in a run that was resumed.
+
+    Args:
+        seed: Of the recipe.
+        number: Batches before it, over all epochs.
+        rank: Which process this is.
+    """
+    return seed + 1_000_003 * (number + 1) + 7_368_787 * rank
+
+
+class TrainedModule(pl.LightningModule):
+    """Trains a model of transformers as a recipe says.
+
+    A checkpoint holds what is trained; frozen weights are those that the recipe names.
+
+    Args:
+        model: The model, with its adapter.
+        training: The training section of the recipe.
+        total_steps: Optimizer steps in all.
+        allow_code: Whether `_target_` may name a class outside the allow-list.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        training: TrainingConfig,
+        total_steps: int | None = None,
+        allow_code: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training_config = training
+        self.batches_before = 0
+        """Batches that were trained before the next one, over all epochs."""
+        self.strict_loading = all(p.requires_grad for p in model.parameters())
+        self._total_steps = total_steps
+        self._allow_code = allow_code
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Every batch has random numbers of its own, so that a resumed run draws the same."""
+        seed = self.training_config.seed
+        torch.manual_seed(batch_seed(seed, number=self.batches_before, rank=self.global_rank))
+        self.batches_before += 1
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of one micro-batch."""
+        loss = model_loss(self.model, batch)
+        self.log("loss", loss.detach(), prog_bar=True, batch_size=1)
+        return loss
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The recipe's optimizer with its schedule, stepped with the optimizer."""
+        optimizer = build_optimizer(
+            self.parameters(), self.training_config, allow_code=self._allow_code
+        )
+        schedule = build_schedule(optimizer, self.training_config, total_steps=self._total_steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips as a plain loop does; the arguments of the Trainer are not used."""
+        clip_gradients(self.parameters(), self.training_config.clip_norm)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leaves frozen weights out, with what describes packed ones."""
+        if self.strict_loading or "state_dict" not in checkpoint:
+            return
+        kept = self._kept_names()
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: state[name] for name in state if name in kept}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses a checkpoint of another adapter, which a lenient load would pass over."""
+        found, wanted = set(checkpoint.get("state_dict", {})), self._kept_names()
+        if not self.strict_loading and found != wanted:
+            different = sorted(found ^ wanted)
+            raise ValueError(
+                f"the checkpoint does not hold what this recipe trains: {len(different)} names "
+                f"differ, such as {', '.join(different[:3])}; resume with the recipe of the run"
+            )
+
+    def _kept_names(self) -> set[str]:
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        packed = ("absmax", "quant_map", "nested", "quant_state", "SCB", "weight_format")
+        buffers = {
+            name
+            for module_name, module in self.named_modules()
+            for name in (
+                f"{module_name}.{key}" if module_name else key
+                for key in module._buffers
+                if key not in module._non_persistent_buffers_set and not key.startswith(packed)
+            )
+        }
+        return trained | buffers
