@@ -21,12 +21,17 @@ from tests.ranks import free_port
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated",
     "ignore:'pin_memory' argument is set as true but no accelerator is found",
+    # bitsandbytes, and TRL 1.16 in the ways in which it calls transformers and datasets:
+    "ignore::FutureWarning",
+    "ignore::DeprecationWarning",
 )
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {
     "accelerate_loop": ["--documents", "4", "--longest", "64"],
     "transformers_trainer": ["--steps", "4", "--longest", "64"],
+    "sft_lora": ["--steps", "4", "--longest", "64"],
+    "qlora": ["--documents", "4", "--longest", "64"],
 }
 LOOPS = ("plain_loop", "own_policy", "rollback_by_hand", "fabric_loop")
 FITS = ("lightning_fit", "lightning_cli")
@@ -63,6 +68,8 @@ def test_every_example_is_listed_and_short() -> None:
 def test_runs_off_and_on(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if name == "sft_lora":
+        pytest.importorskip("trl")
     path = EXAMPLES / f"{name}.yaml"
     section = section_of(load_accelerate_file(path), path=path)
     assert section is not None
