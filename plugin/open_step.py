@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class OpenStep:
         number: int,
         shape: BatchShape,
         armed: bool,
+        agreed: Sequence[bool],
         gradient_bytes: Callable[[], int],
         write: Write,
     ) -> None:
@@ -59,7 +60,7 @@ class OpenStep:
             gradient_bytes=gradient_bytes,
             watched=watched,
         )
-        engine.apply(decision.plan, unmeasured=decision.unmeasured)
+        engine.apply(decision.plan, unmeasured=decision.unmeasured, agreed=agreed)
         engine.ledger.after_forward = None if decision.roomy else self._at_unit_end
         engine.ledger.at_backward = (
             self._at_first_backward if decision.roomy else self.meter.at_backward

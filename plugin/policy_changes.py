@@ -15,7 +15,7 @@ from rematic.control import (
     change_to_plain,
     changed,
 )
-from rematic.policy import Policy, policy_named, resolve
+from rematic.policy import Plan, Policy, policy_named, resolve
 from rematic.rank_agreement import RankAgreement, make_agreement
 from rematic.session_events import agreement_event, change_event
 from rematic.transaction import num_ranks
@@ -85,6 +85,11 @@ class PolicyChanges:
             )
         resolve(policy, self._classes)
         return policy
+
+    def agreed(self, plan: Plan) -> list[bool]:
+        """Returns for each unit whether its action is the policy's, not that of this rank alone."""
+        said = zip(self.actions, plan.actions, strict=True)
+        return [action is not None and action == planned for action, planned in said]
 
     def ask(self, change: Change, *, step: int) -> None:
         """Makes a change at a boundary to come; refuses at once what could not be done now.

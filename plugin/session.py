@@ -243,6 +243,7 @@ class Session:
             before=before,
             number=self.num_steps,
             shape=shape,
+            agreed=self._policies.agreed(decision.plan),
             armed=mode == "always" or (mode == "auto" and armed),
             gradient_bytes=lambda: gradient_bytes(self._parameters),
             write=self.settings.journal.write,

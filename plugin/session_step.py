@@ -175,6 +175,10 @@ class SessionStep:
         abort_ranks()
         return stop
 
+    def joint_units(self) -> list[str]:
+        """Returns the units whose forward exchanges tensors with other ranks."""
+        return self._session._engine.joint_units()
+
     def num_updates(self) -> int:
         """Returns how often an optimizer has begun to step."""
         return self._session._num_updates

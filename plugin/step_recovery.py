@@ -81,6 +81,9 @@ class RecoverableStep(Protocol):
     def give_up(self, report: StopReport) -> StopReport:
         """Ends the step for good; returns the report with what was saved."""
 
+    def joint_units(self) -> list[str]:
+        """Returns the units whose forward exchanges tensors with other ranks."""
+
     def num_updates(self) -> int:
         """Returns how often an optimizer has begun to step."""
 
@@ -195,6 +198,9 @@ class StepRecovery:
             self.transaction.close()
 
     def _obstacle(self) -> str | None:
+        joint = self._step.joint_units()
+        if joint:
+            return f"{joint[0]} exchanges tensors with other ranks, which do not run it again."
         if self._never is not None:
             return self._never
         if self._data_parallel is not None and self._data_parallel.obstacle() is not None:

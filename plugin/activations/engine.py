@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rematic.activations import torch_private
+from rematic.activations.collectives import go_with_all_ranks
 from rematic.activations.compiled import refuse_compiled_around
 from rematic.activations.ledger import Ledger
 from rematic.activations.notices import Notice
@@ -107,12 +108,15 @@ class Engine:
         for taken in self._owners.taken_over:
             self.ledger.tell(_of(taken))
 
-    def apply(self, plan: Plan, *, unmeasured: Sequence[bool] = ()) -> None:
+    def apply(
+        self, plan: Plan, *, unmeasured: Sequence[bool] = (), agreed: Sequence[bool] = ()
+    ) -> None:
         """Makes the next records start as the plan says.
 
         Args:
             plan: The plan.
             unmeasured: For each unit, whether what it keeps is not known; none by default.
+            agreed: For each unit, whether its action is the same on all ranks; none by default.
         """
         self._follow_changes()
         for taken in self._owners.take_flags():
@@ -124,6 +128,13 @@ class Engine:
             unit.selection = self._selection(unit.name, action)
             unit.stash = self._places.of(action, unit.name)
             unit.tiling = self._tiling(unit.name, action)
+        for i, unit in enumerate(self.units):
+            unit.agreed = i < len(agreed) and agreed[i]
+            go_with_all_ranks(unit)
+
+    def joint_units(self) -> list[str]:
+        """Returns the units whose forward was seen to exchange tensors with other ranks."""
+        return [unit.name for unit in self.units if unit.joint is not None]
 
     def _selection(self, name: str, action: Action) -> OpSelection | None:
         if not isinstance(action, Selective):

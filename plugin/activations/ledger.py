@@ -161,6 +161,8 @@ class Ledger:
                 replay(record)
                 return
             except RuntimeError as error:
+                if record.pinned is not None:
+                    raise  # all ranks replay it, and none of the others would do so again
                 if record.cache is not None:
                     wanted = 0  # its results are used up in part: compute everything again
                 else:

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
 from rematic.activations.check_schedule import CheckSchedule
+from rematic.activations.collectives import watching_collectives
 from rematic.activations.compiled import is_compiled
 from rematic.activations.functions_inside import host_generators_of
 from rematic.activations.graphless import Call, Parted, joined
@@ -76,6 +77,10 @@ class Unit:
         without one."""
         self.routing: Routing | None = None
         """Its routers, whose decisions replays keep; None if it has none."""
+        self.joint: str | None = None
+        """The collective that its forward was seen to begin, None for none."""
+        self.agreed = False
+        """Whether its action is that of the policy, and so the same on all ranks."""
         self._observers = Observers()
         self._walk = ModuleWalk()
         self._module = weakref.ref(module)
@@ -115,7 +120,7 @@ class Unit:
             self._mutable.clear()
             self._schedule = CheckSchedule()
             self._walk = ModuleWalk()
-            self.pinned, self.graphless = None, False
+            self.pinned, self.joint, self.graphless = None, None, False
         self._forward = UnitForward(self, module)
 
     def is_bypassed(self) -> bool:
@@ -186,6 +191,7 @@ class Unit:
     def _can_run_again(self, error: RuntimeError, record: Record | None, *, held: bool) -> bool:
         return (
             is_out_of_memory(error)
+            and self.joint is None  # the other ranks would not run it again
             and (record is None or not record.arguments.mutated_positions())
             and (held or self.ledger.resident_bytes() > 0)
         )
@@ -215,7 +221,7 @@ class Unit:
         elif self.pinned is None and (self._is_first_call or self._awaits_check):
             record.pinned = _FIRST_CALL
         else:
-            record.pinned = self.pinned
+            record.pinned = self.pinned or self.joint
         self.ledger.open(record)
         return record
 
@@ -255,6 +261,8 @@ class Unit:
             self._observers.take_own_hooks(self.module, self._forward.is_around_hooks)
             modules = record.module_state.inner_modules()
             stack.enter_context(self._observers.watching(modules))
+        if self._is_first_call and not self.is_compiled:
+            stack.enter_context(watching_collectives(self))
         return stack
 
     def _close(self, record: Record, surroundings: Surroundings | None) -> None:
@@ -265,7 +273,7 @@ class Unit:
             self._mutable[self.module.training] = record.module_state.changed_names() | named
         record.module_state.leave_graphs()
         if record.pinned == _FIRST_CALL:
-            record.pinned = None
+            record.pinned = self.joint
         if record.arguments.mutated_positions():
             self._pin(record, "it changes its input in place. Clone the input inside the unit")
         elif awaited and record.pinned is None:
@@ -297,8 +305,8 @@ class Unit:
     @property
     def _awaits_check(self) -> bool:
         """Whether its calls (in this mode) have to show first that they can be replayed."""
-        training = self.module.training
-        return not self.trusted and self.pinned is None and self._schedule.awaits(training)
+        can_be = not self.trusted and self.pinned is None and self.joint is None
+        return can_be and self._schedule.awaits(self.module.training)
 
     def _meet_new_hooks(self) -> None:
         """Watches hooks that were registered since they were watched, and checks once more."""

@@ -72,8 +72,9 @@ class RecomputeModelParallelStrategy(SessionStrategy, ModelParallelStrategy):
     `Trainer(strategy=rematic.RecomputeModelParallelStrategy(budget="20GiB"), devices=4)`.
     Registered as `"recompute_fsdp2"` once `rematic.callbacks` is imported. Takes the arguments of
     `rematic.RecomputeStrategy` and those of Lightning's `ModelParallelStrategy`, by keyword.
-    `auto` sizes put all devices into the data-parallel group: a rank that recomputes a unit alone
-    would find no partner for the collectives of a tensor-parallel one.
+    `auto` sizes put all devices into the data-parallel group. Units of a tensor-parallel model are
+    recomputed on all ranks at once where the policy says so (`policy="recompute"`), and kept under
+    `planned`, which decides for each rank.
     """
 
     strategy_name = "recompute_fsdp2"
@@ -83,14 +84,9 @@ class RecomputeModelParallelStrategy(SessionStrategy, ModelParallelStrategy):
         """Makes the mesh."""
         if self._tensor_parallel_size == "auto":
             self._tensor_parallel_size = 1
-        if self._tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size is {self._tensor_parallel_size}: expected 1 (or 'auto'). A "
-                "unit of a tensor-parallel model exchanges tensors in its forward, and a rank that "
-                "recomputes it alone would wait for the others. Shard by fully_shard only."
-            )
         if self._data_parallel_size == "auto":
-            self._data_parallel_size = self.num_nodes * self.num_processes
+            num_devices = self.num_nodes * self.num_processes
+            self._data_parallel_size = num_devices // self._tensor_parallel_size
         super().setup_environment()
 
     @override

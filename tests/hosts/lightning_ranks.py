@@ -18,6 +18,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 import rematic
@@ -64,6 +66,15 @@ class Net(pl.LightningModule):
     def configure_model(self) -> None:
         if not self.shards:
             return
+        if self.shards == "tensor":
+            for block in self.body.blocks:
+                parallelize_module(
+                    block.linear,
+                    self.device_mesh["tensor_parallel"],
+                    ColwiseParallel(output_layouts=Replicate()),
+                )
+            self.shards = ""
+            return
         mesh = self.device_mesh["data_parallel"]
         for block in self.body.blocks:
             fully_shard(block.linear if self.shards == "inside" else block, mesh=mesh)
@@ -102,6 +113,8 @@ def fit(strategy: Strategy, rank: int, **options: Any) -> tuple[Net, pl.Trainer]
         enable_model_summary=False,
         default_root_dir=Path(tempfile.gettempdir()),
     )
+    if options.get("shards") == "tensor":
+        rank = 0  # ranks of one tensor share their data
     torch.manual_seed(10 + rank)
     batches = [torch.randn(2 + i + 3 * rank, WIDTH) for i in range(NUM_BATCHES)]
     trainer.fit(module, DataLoader(batches, batch_size=None))
@@ -118,13 +131,19 @@ def weights(module: Net, trainer: pl.Trainer) -> dict[str, Tensor]:
 
 
 def compare(
-    name: str, plain: Make, ours: Make, rank: int, fails: tuple[int, ...] = (), **options: Any
+    name: str,
+    plain: Make,
+    ours: Make,
+    rank: int,
+    *,
+    policies: tuple[str, str] = ("keep", "recompute"),
+    fails: tuple[int, ...] = (),
+    **options: Any,
 ) -> None:
     """One plain fit, and one in which the ranks have different policies."""
     wanted = weights(*fit(plain(process_group_backend="gloo"), rank, **options))
     generator = torch.get_rng_state()
-    policy = ("keep", "recompute")[rank]
-    strategy = ours(recipe=TRUSTING, policy=policy, process_group_backend="gloo")
+    strategy = ours(recipe=TRUSTING, policy=policies[rank], process_group_backend="gloo")
     PENDING.extend(fails)
     module, trainer = fit(strategy, rank, **options)
     found = weights(module, trainer)
@@ -190,6 +209,13 @@ def main(port: str, rank: int) -> None:
         rank,
         shards="inside",
     )
+
+    def parts(kind: Make) -> Make:
+        return lambda **kw: kind(data_parallel_size=1, tensor_parallel_size=2, **kw)
+
+    same = ("recompute", "recompute")
+    tensor = parts(ModelParallelStrategy), parts(ours)
+    compare("tensor", *tensor, rank, policies=same, shards="tensor")
     let_fsdp_run_on_a_cpu()
     compare(
         "fsdp",

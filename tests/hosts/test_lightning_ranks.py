@@ -78,10 +78,12 @@ def test_the_checkpointing_of_fsdp_is_taken_over() -> None:
     assert not strategy._activation_checkpointing_kwargs
 
 
-def test_tensor_parallel_units_are_refused(runner: Runner) -> None:
-    strategy = rematic.RecomputeModelParallelStrategy(tensor_parallel_size=2)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size is 2: expected 1 \(or 'auto'\)"):
-        runner.fit(strategy=strategy)
+def test_tensor_parallel_units_are_recomputed_on_all_ranks(ranks: Any) -> None:
+    for rank in (rank["tensor"] for rank in ranks):
+        assert rank["same"]
+        assert rank["same_generator"]
+        assert rank["replays"] == [5, 5, 5]  # the first call shows that there are collectives
+    assert ranks[0]["tensor"]["sum"] == ranks[1]["tensor"]["sum"]
 
 
 @pytest.mark.parametrize("name", NAMES)
