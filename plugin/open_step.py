@@ -12,10 +12,12 @@ from rematic.activations import Engine, Eviction, OpRetry, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
 from rematic.control import History, StepDecision, StepOutcome, kept_key
-from rematic.memory import MemorySnapshot, Probe
+from rematic.memory import LastTries, MemorySnapshot, Probe
 from rematic.policy import Keep, Selective
 from rematic.step_record import StepRecord
 
+_LAST_TRIES = 2
+"""Ops of one step that are tried again although no record gave way."""
 SURPRISING_SHARE = 1.1
 """A step that uses more than this share of what was predicted for it is a surprise."""
 
@@ -52,6 +54,7 @@ class OpenStep:
         self._before = before
         self._counts = _Counts(engine)
         self._missing_bytes = 0
+        self._last_tries = LastTries(_LAST_TRIES)
         watched = decision.watched
         self.meter = StepMeter(
             probe.allocated_bytes,
@@ -84,13 +87,19 @@ class OpenStep:
             self._mode = None
 
     def relieve(self, num_bytes: int, where: str) -> int:
-        """Answers an op that ran out of memory; returns the bytes freed, 0 if none are left."""
+        """Answers an op that ran out of memory.
+
+        Returns:
+            The bytes freed, 1 for a try without any; 0 lets the failure stand.
+        """
         eviction = self._engine.ledger.evict(num_bytes, spare_active=True)
         self.meter.after_eviction()
+        if not eviction.bytes_freed and not self._last_tries.take():
+            return 0
         self._missing_bytes += min(num_bytes, eviction.bytes_freed)
-        self.num_op_retries += eviction.bytes_freed > 0
+        self.num_op_retries += 1
         self._note_retry("op", where, num_bytes, eviction)
-        return eviction.bytes_freed
+        return eviction.bytes_freed or 1
 
     def outcome(self) -> StepOutcome:
         """Returns what the controller learns from the step."""

@@ -22,6 +22,7 @@ from rematic.memory import (
     load_compiler_now,
     requested_bytes,
 )
+from rematic.memory.storages import storages_of
 
 # In-place ops that allocate, if at all, before they write: TensorIterator makes its casts first,
 # and the fused optimizers make one pass over tensors that exist already.
@@ -34,7 +35,7 @@ _RETRYABLE_IN_PLACE = frozenset(
     aten::index_put_ aten::_index_put_impl_ aten::le_ aten::leaky_relu_ aten::lerp_ aten::log_
     aten::logical_and_ aten::lt_ aten::masked_fill_ aten::mul_ aten::neg_ aten::normal_
     aten::pow_ aten::random_ aten::reciprocal_ aten::relu_ aten::resize_ aten::round_
-    aten::rsqrt_ aten::scatter_ aten::scatter_add_ aten::sigmoid_ aten::sign_ aten::silu_
+    aten::rsqrt_ aten::scatter_ aten::scatter_add_ aten::set_ aten::sigmoid_ aten::sign_ aten::silu_
     aten::sin_ aten::sqrt_ aten::sub_ aten::tanh_ aten::tril_ aten::triu_ aten::uniform_
     aten::zero_ aten::_fused_adam_ aten::_fused_adamw_ aten::_fused_sgd_ aten::_fused_adagrad_
     """.split()  # noqa: SIM905 - one string is easier to read and to keep in order than 50
@@ -51,6 +52,8 @@ class _OpTraits:
     random: bool
     updates_statistics: bool
     foreach_in_place: bool
+    outs: tuple[str, ...]
+    """Arguments that it only writes (`out=`)."""
     lists: tuple[int, ...]
     """Arguments that are lists which the op changes in place."""
 
@@ -124,11 +127,15 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
         name = func._schema.name
         in_place = func._schema.is_mutable
         foreach = in_place and name.startswith("aten::_foreach_")
+        written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        outs = tuple(argument.name for argument in written if argument.is_out)
+        only_outs = len(outs) == len(written)
         traits = _OpTraits(
-            retryable=not in_place or foreach or name in _RETRYABLE_IN_PLACE,
+            retryable=not in_place or foreach or only_outs or name in _RETRYABLE_IN_PLACE,
             random=torch.Tag.nondeterministic_seeded in func.tags,
             updates_statistics=_BATCH_NORM_WORD in name and "backward" not in name,
             foreach_in_place=foreach,
+            outs=outs,
             lists=changed_lists(func),
         )
         self._traits[func] = traits
@@ -175,9 +182,19 @@ def _generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Gen
 
 
 def _may_run_again(traits: _OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if traits.outs:
+        return traits.retryable and not _reads_what_it_writes(traits.outs, args, kwargs)
     if not traits.foreach_in_place:
         return traits.retryable
     # The slow path goes tensor by tensor and may be half done; it allocates only to promote
     # types. With one dtype in all lists a failure was reported before anything was written.
     dtypes = {tensor.dtype for tensor in iter_leaves((args, kwargs)) if tensor.dim() > 0}
     return len(dtypes) <= 1
+
+
+def _reads_what_it_writes(
+    outs: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    written = {id(storage) for name in outs for storage in storages_of(kwargs.get(name))}
+    read = [value for name, value in kwargs.items() if name not in outs]
+    return any(id(storage) in written for storage in storages_of((args, read)))

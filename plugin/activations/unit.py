@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -35,7 +36,7 @@ from rematic.activations.surroundings import Surroundings
 from rematic.activations.tiling import Tiling
 from rematic.activations.unit_forward import UnitForward, recording_state
 from rematic.activations.unit_kind import kind_of
-from rematic.memory import is_out_of_memory, requested_bytes
+from rematic.memory import LastTries, is_out_of_memory, requested_bytes
 from rematic.stash import Stash, StashError
 
 _log = logging.getLogger("rematic")
@@ -141,13 +142,14 @@ class Unit:
         return self.run(args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one call, and again if memory runs out and evicting others helps."""
+        """Runs one call, and again if memory runs out: while evicting helps, and once more."""
         args, kwargs, filled_cache = without_empty_caches(args, kwargs)
         given = ContainerContents((*args, *kwargs.values()))
         self._meet_new_hooks()
         self._schedule.begin_call(self.module.training)
         surroundings = self._surroundings((args, kwargs)) if not filled_cache else None
         held = self.starts_held or self.unmeasured or self._is_first_call or self._awaits_check
+        last_tries = LastTries(1)
         while True:
             record = None
             try:
@@ -157,8 +159,10 @@ class Unit:
                     output = Parted(output)  # in two steps: what is left of its graph is seen then
                     output = self._joined(record, output, (args, kwargs))
             except RuntimeError as error:
-                if not self._can_run_again(error, record, held=held):
+                may_help = held or last_tries.are_left or self.ledger.resident_bytes() > 0
+                if not may_help or not self._can_run_again(error, record):
                     raise
+                failure = str(error)
                 # None: memory ran out while its state was taken down, and forward has not begun
                 before = None if record is None else (record.module_state, record.ambient)
                 wanted = requested_bytes(error)
@@ -167,8 +171,10 @@ class Unit:
                 return output
             # outside `except`: the failed attempt is freed before anything is tried again
             del record
-            self.num_retries += 1
             eviction = self.ledger.evict(wanted)
+            if not held and not eviction.bytes_freed and not last_tries.take():
+                raise torch.OutOfMemoryError(failure)
+            self.num_retries += 1
             if self.ledger.at_unit_retry is not None:
                 self.ledger.at_unit_retry(self.name, wanted, eviction)
             # nothing left to let go: this record starts evicted
@@ -188,12 +194,11 @@ class Unit:
             )
         return joined(record, parted, call, self.ledger)
 
-    def _can_run_again(self, error: RuntimeError, record: Record | None, *, held: bool) -> bool:
+    def _can_run_again(self, error: RuntimeError, record: Record | None) -> bool:
         return (
             is_out_of_memory(error)
             and self.joint is None  # the other ranks would not run it again
             and (record is None or not record.arguments.mutated_positions())
-            and (held or self.ledger.resident_bytes() > 0)
         )
 
     def _open(

@@ -15,6 +15,7 @@ from rematic.memory.host_malloc import use_caching_malloc as use_caching_malloc
 from rematic.memory.host_malloc import use_mapping_malloc as use_mapping_malloc
 from rematic.memory.host_probe import HostProbe as HostProbe
 from rematic.memory.host_probe import process_overhead_bytes as process_overhead_bytes
+from rematic.memory.last_tries import LastTries as LastTries
 from rematic.memory.list_versions import ListVersions as ListVersions
 from rematic.memory.list_versions import changed_lists as changed_lists
 from rematic.memory.out_of_memory import ErrorRow as ErrorRow

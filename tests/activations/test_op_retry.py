@@ -126,8 +126,13 @@ def _lists_of_two_dtypes() -> None:
     )
 
 
+def _out_over_an_input() -> None:
+    x = torch.ones(4)
+    torch.add(x[:2], 1, out=x[2:])
+
+
 UNSAFE: dict[str, tuple[Callable[[], object], str]] = {
-    "out=": (lambda: torch.add(torch.ones(2), 1, out=torch.empty(2)), "add.out"),
+    "out= of what it reads": (_out_over_an_input, "add.out"),
     "unknown in-place op": (lambda: torch.ones(3).cumprod_(0), "cumprod_"),
     "lists whose types are promoted": (_lists_of_two_dtypes, "_foreach_add_"),
 }
@@ -146,6 +151,25 @@ def test_an_op_that_may_be_half_done_is_not_run_again(op: Callable[[], object], 
         op()
     assert broken.num_failures == 1
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("op", "word"),
+    [
+        (lambda x: torch.add(x, 1, out=torch.empty(3)), "add.out"),
+        (lambda x: torch.topk(x, 2, out=(torch.empty(2), torch.empty(2).long()))[0], "topk.values"),
+        (lambda x: torch.empty(0).set_(x.untyped_storage(), 0, (2,)), "set_"),
+    ],
+)
+def test_an_op_that_only_writes_its_outputs_is_run_again(
+    op: Callable[[torch.Tensor], torch.Tensor], word: str
+) -> None:
+    x = torch.arange(3.0)
+    broken = FailsHalfway(word)
+    with broken, OpRetry(lambda *_: 1):
+        found = op(x)
+    assert broken.num_failures == 1
+    assert same_bits(found, op(x))
 
 
 def test_a_failure_stands_when_nothing_could_be_freed() -> None:

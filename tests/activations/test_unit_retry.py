@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import rematic
 from rematic.activations import Engine
 from rematic.activations.record import Record
 from rematic.activations.unit import Unit
@@ -59,6 +62,15 @@ def _stateful_steps(kept: Any, probe: SimulatedProbe) -> tuple[Outcome, Engine, 
     return read_outcome(model, [loss]), engine, state
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> Iterator[None]:
+    """The last try of a unit collects garbage; what is imported by now is none."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 FAILURES = {"before an op": "fail_at_ops", "after an op": "fail_at_allocations"}
 
 
@@ -67,7 +79,7 @@ FAILURES = {"before an op": "fail_at_ops", "after an op": "fail_at_allocations"}
 def test_a_forward_that_runs_out_of_memory_runs_again_with_the_same_bits(
     kept: Any, kind: str
 ) -> None:
-    """Every position of a forward pass, with the retry at the op turned off.
+    """Every position of a forward pass (or every third), with the retry at the op turned off.
 
     After an op the generator has advanced and the running statistics are updated.
     """
@@ -75,20 +87,18 @@ def test_a_forward_that_runs_out_of_memory_runs_again_with_the_same_bits(
     plain, _, state = _stateful_steps(kept, whole)
     last = whole.num_ops if kind == "fail_at_ops" else whole.num_allocations
     recovered = stopped = 0
-    for position in range(1, last + 1):
+    positions = range(1, last + 1, 1 if kept else 3)
+    for position in positions:
         try:
             found, engine, found_state = _stateful_steps(kept, SimulatedProbe(**{kind: [position]}))
         except torch.OutOfMemoryError:
-            stopped += 1  # outside units, or nothing is held that could be evicted
+            stopped += 1  # outside units
             continue
         recovered += 1
         assert sum(unit.num_retries for unit in engine.units) == 1
         assert found_state == state
         assert differences(found, plain) == [], f"wrong after a failure at {position}"
-    if kept is False:
-        assert recovered == 0
-    else:
-        assert recovered >= 0.6 * last, (recovered, stopped)
+    assert recovered >= 0.6 * len(positions), (recovered, stopped)
 
 
 @pytest.mark.parametrize("kept", [True, [True, False, False]], ids=["keep", "first held"])
@@ -144,6 +154,21 @@ def test_a_record_that_cannot_be_held_starts_evicted_when_nothing_else_is_left()
         assert [unit.num_retries for unit in engine.units] == [1, 1]
         loss.backward()
     assert engine.ledger.counts.replays == {"blocks.0": 1, "blocks.1": 1}
+
+
+def test_a_unit_that_never_fits_runs_once_more_after_there_is_nothing_to_evict() -> None:
+    class NeverFits(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError(f"attempt {rematic.replaying()}")
+
+    model = make_model(NeverFits, 2)
+    with attached(model, kept=False, trusted=True) as engine:
+        for _ in range(2):  # each time held, then not, then once more
+            with pytest.raises(torch.OutOfMemoryError, match="attempt False") as caught:
+                model(make_input())
+            assert caught.traceback[-1].name == "forward", "the place where it failed is known"
+        assert [unit.num_retries for unit in engine.units] == [4, 0]
+        assert [unit.num_forwards for unit in engine.units] == [6, 0]
 
 
 def test_an_error_that_is_no_lack_of_memory_is_not_answered() -> None:
