@@ -83,11 +83,11 @@ class Stack(nn.Module):
 class Encoder(nn.Module):
     """An embedding, `nn.TransformerEncoder` with dropout, a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 3) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
         self.embed = nn.Embedding(11, 8)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(8, 11)
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def build_llama(attention: str, **changes: Any) -> nn.Module:
     return LlamaForCausalLM(config).train()
 
 
-def build_gpt2() -> nn.Module:
+def build_gpt2(depth: int = 3) -> nn.Module:
     """Returns a GPT-2 with random weights and its usual dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -147,7 +147,7 @@ def build_gpt2() -> nn.Module:
         vocab_size=11,
         n_positions=32,
         n_embd=8,
-        n_layer=3,
+        n_layer=depth,
         n_head=2,
         bos_token_id=None,
         eos_token_id=None,
