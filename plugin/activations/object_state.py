@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import TypeAlias
 
@@ -22,6 +22,11 @@ from rematic.activations.kept_values import (
 Attributes: TypeAlias = dict[str, Value]
 Place: TypeAlias = tuple[Attributes, str, str]
 """Where an object stands: `__dict__` of a module, name in it, full name."""
+
+
+_FRAMEWORKS = frozenset(
+    {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed"}
+)
 
 
 class ObjectCopy:
@@ -76,16 +81,22 @@ class ObjectContents:
         """Returns whether an object is the one that was read, with nothing in it changed."""
         if id(value) != self.identity or self.has_graph:
             return False
-        present, atoms = vars(value), self._atoms
+        present, atoms = value.__dict__, self._atoms
         return (
             present.keys() == self.attributes.keys()
             and all(map(is_, map(present.__getitem__, atoms), atoms.values()))
-            and all(version_of(tensor) == version for _, tensor, version in self._tensors)
-            and all(_is_same(self.attributes[name], present[name]) for name in self._nested)
+            and (not self._tensors or all(version_of(t) == v for _, t, v in self._tensors))
+            and (not self._nested or self._nested_stand(present))
         )
+
+    def _nested_stand(self, present: Attributes) -> bool:
+        known = self.attributes
+        return all(_is_same(known[name], present[name]) for name in self._nested)
 
     def changed_tensor(self) -> str | None:
         """Returns the name of a tensor that was changed in place, if there is no copy of it."""
+        if not self._tensors:
+            return None
         for name, tensor, version in self._tensors:
             if self.attributes[name] is tensor and version_of(tensor) != version:
                 return name
@@ -101,9 +112,10 @@ class ObjectContents:
 class ObjectState:
     """One object that is an attribute of modules, as forward saw it.
 
-    A replay is shown one that looks as it did, if calls of the unit are known to change it. What
-    others change (those who gather weights, a trainer) is none of its business. The object itself
-    is known only until its forward has ended, since it may come to hold an output.
+    A replay is shown one that looks as it did, whoever has changed it. Not so those of a framework
+    (handles that gather weights, a trainer), which the framework keeps up to date: only if calls of
+    the unit themselves are known to change it. The object itself is known only until its forward
+    has ended, since it may come to hold an output.
 
     Args:
         places: Where it stands, in at least one place.
@@ -166,14 +178,15 @@ class ObjectState:
             _put_back(self._original.__dict__, self._shown())
 
     def show(self) -> tuple[Attributes, Attributes] | None:
-        """Puts an object in its place that looks as it did, if it has changed and the unit does it.
+        """Puts an object in its place that looks as it did, if it has changed since.
 
         Returns:
             What the object that stays in its place holds, and a copy of it: a replay may leave
             something else there.
         """
         there = self._there()
-        if self.full_name not in self._changing or self._contents.stand(there):
+        is_left = self._is_of_framework() and self.full_name not in self._changing
+        if is_left or self._contents.stand(there):
             held: Attributes = there.__dict__ if is_plain_object(there) else {}
             return held, dict(held)
         shown = _empty(self._contents.kind)
@@ -185,7 +198,9 @@ class ObjectState:
         return None
 
     def note_change(self) -> None:
-        """Takes note, when forward has ended, of whether it has changed the object."""
+        """Takes note, when forward has ended, of whether it has changed what a framework holds."""
+        if not self._is_of_framework():
+            return
         there = self._there()
         if self._contents.stand(there):
             return
@@ -198,6 +213,9 @@ class ObjectState:
         self._original = None
         if self._contents.has_graph:
             self._contents.leave_graph()
+
+    def _is_of_framework(self) -> bool:
+        return self._contents.kind.__module__.partition(".")[0] in _FRAMEWORKS
 
     def _there(self) -> Value:
         home, name, _ = self._places[0]
@@ -229,6 +247,8 @@ class ObjectWatch:
         for identity, here in by_object.items():
             home, name, full_name = here[0]
             contents = self._known.get(identity)
+            if contents is not None and contents.changed_tensor() is not None:
+                self._changing.add(full_name)
             if contents is None or not contents.stand(home[name]):
                 clones_all = is_first or full_name in self._changing
                 contents = ObjectContents(home[name], clones_all=clones_all)
@@ -273,16 +293,20 @@ def _made_again(value: Value) -> Value:
 
 def _is_same(before: Value, now: Value) -> bool:
     """Returns whether a value is what was copied: containers by what they hold, all else itself."""
-    if isinstance(before, ObjectCopy):
-        return type(now) is before.kind and _is_same(before.contents, vars(now))
     kind = type(before)
+    if kind is ObjectCopy:
+        return type(now) is before.kind and _is_same(before.contents, now.__dict__)
     if kind is not type(now) or not (kind in CONTAINERS or kind is tuple):
         return before is now
-    if isinstance(before, Mapping):
-        return before.keys() == now.keys() and all(_is_same(before[k], now[k]) for k in before)
     if kind is set:
         return bool(before == now)
-    return len(before) == len(now) and all(map(_is_same, before, now))
+    if len(before) != len(now):
+        return False
+    if isinstance(before, dict):  # mostly of numbers and strings, which are the very same
+        if before.keys() != now.keys():
+            return False
+        before, now = before.values(), [now[key] for key in before]
+    return all(map(is_, before, now)) or all(map(_is_same, before, now))
 
 
 def _has_same_contents(before: Value, now: Value) -> bool:

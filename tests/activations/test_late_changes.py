@@ -96,6 +96,33 @@ class Late(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+def test_what_is_changed_between_forward_and_backward_is_seen_as_forward_saw_it() -> None:
+    nothing = lambda _: None  # noqa: E731
+    wanted = steps(build(nothing))
+    model = build(nothing)
+    engine = Engine(model)
+    engine.apply(Plan(actions=(Keep(), Keep())))
+    states = [block.state for block in model[0]]
+
+    def change() -> None:
+        engine.ledger.evict(1 << 40)
+        for state in states:
+            state.scale, state.inner.scale = 3.0, 5.0
+            state.history.append(7.0)
+
+    torch.manual_seed(1)
+    for outcome in wanted:
+        losses = [model(torch.randn(4, 6)).square().sum() for _ in range(2)]
+        change()
+        for loss in reversed(losses):
+            loss.backward()
+        assert [(s.scale, s.inner.scale, s.history) for s in states] == [(3.0, 5.0, [1.0, 7.0])] * 2
+        for state in states:
+            state.scale, state.inner.scale = 1.0, 1.0
+            state.history.pop()
+        assert differences(read_outcome(model, losses), outcome) == []
+
+
 def build(change: Callable[[Any], object]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Sequential(Late(change), Late(change)))
