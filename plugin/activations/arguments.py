@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rematic.activations.kept_values import version_of
+from rematic.activations.key_value_cache import CacheBefore
 from rematic.activations.nested import map_leaves
 from rematic.stash import Handle
 
@@ -46,6 +47,7 @@ class Argument:
 
 
 _LEAVES = (torch.Tensor, torch.Generator)
+_KEPT = (Argument, CacheBefore)
 
 
 class CallArguments:
@@ -88,10 +90,13 @@ class CallArguments:
 
     def rebuild(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns fresh containers with fresh leaf tensors, for one replay."""
-        leaves: dict[int, torch.Tensor] = {}
+        leaves: dict[int, Any] = {}
 
-        def leaf(argument: Argument) -> torch.Tensor:
-            if id(argument) not in leaves:
+        def leaf(argument: Argument | CacheBefore) -> Any:
+            if isinstance(argument, CacheBefore):
+                if id(argument) not in leaves:
+                    leaves[id(argument)] = argument.made_again()
+            elif id(argument) not in leaves:
                 tensor = argument.tensor().detach()
                 if argument.requires_grad:
                     tensor.requires_grad_()
@@ -99,6 +104,6 @@ class CallArguments:
             return leaves[id(argument)]
 
         return (
-            map_leaves(leaf, self.args, leaf=Argument),
-            map_leaves(leaf, self.kwargs, leaf=Argument),
+            map_leaves(leaf, self.args, leaf=_KEPT),
+            map_leaves(leaf, self.kwargs, leaf=_KEPT),
         )

@@ -21,7 +21,7 @@ from rematic.activations.compiled import is_compiled
 from rematic.activations.functions_inside import host_generators_of
 from rematic.activations.graphless import Call, Parted, joined
 from rematic.activations.hidden_stash import HiddenStash
-from rematic.activations.key_value_cache import without_empty_caches
+from rematic.activations.key_value_cache import FILLS_CACHE, CachesOfCall
 from rematic.activations.ledger import Ledger
 from rematic.activations.module_state import ModuleState
 from rematic.activations.module_walk import ModuleWalk
@@ -143,17 +143,21 @@ class Unit:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, and again if memory runs out: while evicting helps, and once more."""
-        args, kwargs, filled_cache = without_empty_caches(args, kwargs)
+        caches = CachesOfCall(self.module, (args, kwargs))
+        recorded = caches.for_record((args, kwargs))
+        filled_cache = caches.is_filled
+        if caches.are_written and self.position == 0:
+            self.note_once(FILLS_CACHE)
         given = ContainerContents((*args, *kwargs.values()))
         self._meet_new_hooks()
         self._schedule.begin_call(self.module.training)
-        surroundings = self._surroundings((args, kwargs)) if not filled_cache else None
+        surroundings = self._surroundings(recorded) if not filled_cache else None
         held = self.starts_held or self.unmeasured or self._is_first_call or self._awaits_check
         last_tries = LastTries(1)
         while True:
             record = None
             try:
-                record = self._open((args, kwargs), held=held, filled_cache=filled_cache)
+                record = self._open(recorded, held=held, filled_cache=filled_cache)
                 output = self._attempt(record, args, kwargs)
                 if self.graphless and not record.held:
                     output = Parted(output)  # in two steps: what is left of its graph is seen then
@@ -183,6 +187,7 @@ class Unit:
                 before[0].restore()
                 restore_generators(before[1])
                 given.restore()
+                caches.restore()
 
     def _joined(self, record: Record, parted: Parted, call: Call) -> Any:
         if record.live_holders():

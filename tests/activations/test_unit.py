@@ -173,14 +173,15 @@ def test_a_unit_that_changes_its_input_is_pinned_once_and_logged(
 
 
 def test_a_filled_cache_keeps_the_unit_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Only layer 1 is a unit, so layer 0 has written the cache when it is called."""
     torch.manual_seed(0)
     model = build_llama("sdpa", num_hidden_layers=2)
     ids = torch.randint(0, 11, (2, 5))
     engine = Engine(model, ["model.layers.1"])
     with caplog.at_level(logging.WARNING, "rematic"):
         for _ in range(2):
-            model(input_ids=ids, labels=ids).loss.backward()
+            with torch.no_grad():
+                cache = model(input_ids=ids).cache
+            model(input_ids=ids, labels=ids, cache=cache).loss.backward()
     assert engine.ledger.counts.replays.total() == 0
     assert [record.getMessage() for record in caplog.records] == [
         "unit 'model.layers.1': its activations are kept in this call: it was given a filled "

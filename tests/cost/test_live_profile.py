@@ -28,7 +28,7 @@ KIND = StepKind(batch=2, padded=False, accumulates=False, inputs=(("input_ids", 
 
 def _llama(width: int = 16) -> nn.Module:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 3}
-    return build_llama("sdpa", vocab_size=50, **sizes)
+    return build_llama("sdpa", vocab_size=50, use_cache=False, **sizes)
 
 
 @pytest.mark.parametrize(
