@@ -13,6 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ def watching_collectives(unit: Unit) -> contextlib.AbstractContextManager[object
     if distributed.get_world_size() == 1:
         return contextlib.nullcontext()
     return _Watch(unit)
+
+
+def is_sharded_inside(module: nn.Module) -> bool:
+    """Returns whether a part of a module is sharded by itself."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    kinds = (FSDPModule, FullyShardedDataParallel)
+    return any(part is not module and isinstance(part, kinds) for part in module.modules())
 
 
 def go_with_all_ranks(unit: Unit) -> None:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
 from rematic.activations.check_schedule import CheckSchedule
-from rematic.activations.collectives import watching_collectives
+from rematic.activations.collectives import is_sharded_inside, watching_collectives
 from rematic.activations.compiled import is_compiled
 from rematic.activations.functions_inside import host_generators_of
 from rematic.activations.graphless import Call, Parted, joined
@@ -238,10 +238,14 @@ class Unit:
     def _cache(self, call: Call) -> SelectiveCache | None:
         if self.selection is None or self.starts_held:
             return None
-        if self.graphless or self.is_compiled:
-            reason = (
-                "it is compiled" if self.is_compiled else "its graph keeps what it does not save"
-            )
+        reason = None
+        if self.is_compiled:
+            reason = "it is compiled"
+        elif self.graphless:
+            reason = "its graph keeps what it does not save"
+        elif self.joint is not None and is_sharded_inside(self.module):
+            reason = "a replay leaves out ops that gather what is sharded inside it"
+        if reason is not None:
             self.note_once(f"it is recomputed whole where it should be selective, since {reason}")
             return None
         return self.selection.open_cache(call)
