@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import rematic
+from benchmarks.idle_lightning import start_fit
 
 UNLIMITED = "64GiB"
 """A budget that is never near."""
@@ -97,10 +98,23 @@ def trainer_loop(model: nn.Module, batch: Batch, attached: bool) -> Loop:
     return Loop(step=step, close=plugin.detach)
 
 
+def lightning_loop(kind: str) -> MakeLoop:
+    """A fit of Lightning on one device, under rematic's strategy or under Lightning's own."""
+
+    def make(model: nn.Module, batch: Batch, attached: bool) -> Loop:
+        fit = start_fit(model, batch, attached, kind)
+        return Loop(step=fit.step, close=fit.close)
+
+    return make
+
+
 HOSTS: Mapping[str, MakeLoop] = {
     "plain": plain_loop,
     "accelerate": accelerate_loop,
     "trainer": trainer_loop,
+    "lightning": lightning_loop("one"),
+    "lightning-ddp": lightning_loop("ddp"),
+    "lightning-fsdp2": lightning_loop("fsdp2"),
 }
 """The hosts by the name that `--host` takes."""
 
