@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rematic.cli import main
 
@@ -28,10 +29,15 @@ FSDP_CONFIG = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 mixed_precision: 'no'
-num_processes: 2
+num_processes: {processes}
 use_cpu: true
-fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true, rematic_recipe: short.yaml}
+fsdp_config:
+  fsdp_version: 2
+  # the key people know
+  fsdp_activation_checkpointing: true
+  rematic_recipe: auto
 """
+SECTION = CONFIG[CONFIG.index("recompute_config") :]
 LIKE_OPTIONS = ["--config_file", "other.yaml", "--recipe", "x", "--help", "--num_processes=9"]
 
 
@@ -48,42 +54,55 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
-def test_flipping_the_key_changes_the_policy_and_nothing_else(tmp_path: Path) -> None:
-    """Case G1: declared and measured, by exact numbers of forwards."""
-    path = tmp_path / "c.yaml"
-    path.write_text(CONFIG)
-    launched = ["launch", "--config_file", str(path), SCRIPT, str(tmp_path), *LIKE_OPTIONS]
-    assert main(launched) == 0
-    (on,) = results(tmp_path)
-    assert (on["policy"], on["forwards"], on["argv"]) == ("recompute", 6, LIKE_OPTIONS)
-    assert main(["config", "--config_file", str(path), "--disable"]) == 0
-    assert main(launched) == 0
-    (off,) = results(tmp_path)
-    assert (off["policy"], off["forwards"]) == (None, 3)
-    same = ("argv", "processes", "weights", "losses")
-    assert [on[key] for key in same] == [off[key] for key in same]
+def by_rematic(path: Path, folder: Path) -> list[dict[str, Any]]:
+    """Launches by `rematic launch`; returns what the script says on each rank."""
+    assert main(["launch", "--config_file", str(path), SCRIPT, str(folder), *LIKE_OPTIONS]) == 0
+    return results(folder)
 
 
-@pytest.mark.slow
-def test_accelerates_own_launcher_and_two_processes(tmp_path: Path) -> None:
-    """It lets the key inside `fsdp_config` pass, and the recipe comes from the environment."""
-    path, recipe = tmp_path / "fsdp.yaml", tmp_path / "short.yaml"
-    path.write_text(FSDP_CONFIG)
-    recipe.write_text("policy: {start: recompute, trust: ['*']}\n")
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+def by_accelerate(path: Path, folder: Path) -> list[dict[str, Any]]:
+    """Launches by the stock launcher, to which the recipe's values go by the environment."""
+    overrides = json.dumps(yaml.safe_load(SECTION)["recompute_config"]["overrides"])
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     subprocess.run(
-        [*command, "--config_file", str(path), SCRIPT, str(tmp_path)],
-        env={**os.environ, "REMATIC_RECIPE": str(recipe), "OMP_NUM_THREADS": "1"},
+        [*launcher, "--config_file", str(path), SCRIPT, str(folder), *LIKE_OPTIONS],
+        env={**os.environ, "REMATIC_OVERRIDES": overrides, "OMP_NUM_THREADS": "1"},
         check=True,
         capture_output=True,
         timeout=300,
     )
-    first, second = results(tmp_path)
-    assert (first["processes"], first["policy"], first["forwards"]) == (2, "recompute", 6)
-    assert (second["processes"], second["policy"], second["forwards"]) == (2, "recompute", 6)
-    assert first["weights"] == second["weights"]
-    assert first["losses"] != second["losses"]
+    return results(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_flipping_the_key_changes_the_policy_and_nothing_else(
+    tmp_path: Path, processes: int
+) -> None:
+    """Case G1: declared and measured, by exact numbers of forwards, whoever launches."""
+    stock, own = tmp_path / "fsdp.yaml", tmp_path / "own.yaml"
+    stock.write_text(FSDP_CONFIG.format(processes=processes))
+    off_by_key = stock.read_text().replace("checkpointing: true", "checkpointing: false")
+    own.write_text(off_by_key.replace("  rematic_recipe: auto\n", "") + SECTION)
+    on = {"rematic": by_rematic(own, tmp_path), "accelerate": by_accelerate(stock, tmp_path)}
+    if processes == 1:  # each launcher is shown off once
+        assert main(["config", "--config_file", str(own), "--disable"]) == 0
+        assert "# the key people know" in own.read_text()
+        off = by_rematic(own, tmp_path)
+    else:
+        stock.write_text(off_by_key)
+        off = by_accelerate(stock, tmp_path)
+    assert [(rank["policy"], rank["forwards"]) for rank in off] == [(None, 3)] * processes
+    for ranks in on.values():
+        assert [(r["policy"], r["forwards"]) for r in ranks] == [("recompute", 6)] * processes
+        for there, without in zip(ranks, off, strict=True):
+            assert there["argv"] == without["argv"] == LIKE_OPTIONS
+            assert there["processes"] == without["processes"] == processes
+            assert there["losses"] == without["losses"]
+            assert there["weights"] == without["weights"]
+    if processes == 2:
+        assert off[0]["weights"] == off[1]["weights"]
+        assert off[0]["losses"] != off[1]["losses"], "ranks have batches of their own"
 
 
 def script(folder: Path, text: str) -> str:

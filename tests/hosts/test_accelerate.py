@@ -52,7 +52,9 @@ def reference(plain: dict[Any, Trained], **options: Any) -> Trained:
 
 
 @pytest.mark.parametrize("policy", ["planned", "keep", "selective", "recompute"])
-@pytest.mark.parametrize(("accumulate", "precision"), [(1, "no"), (4, "bf16")])
+@pytest.mark.parametrize(
+    ("accumulate", "precision"), [(1, "no"), (1, "bf16"), (4, "no"), (4, "bf16")]
+)
 def test_twenty_steps_end_in_the_same_weights(
     plain: dict[Any, Trained], accumulate: int, precision: str, policy: str
 ) -> None:
