@@ -34,8 +34,9 @@ def run_train(arguments: argparse.Namespace) -> int:
 
         stop.stop_deferring()
         stop.raise_if_asked()
+        prints = find_ranks(recipe).is_first
         summary = train(recipe, resume=arguments.resume, stop=stop, allow_code=arguments.allow_code)
-        if find_ranks(recipe).is_first:
+        if prints:
             text = json.dumps(summary.to_dict(), indent=2)
             print(text if arguments.json else format_summary(summary))
         if summary.status == "finished":

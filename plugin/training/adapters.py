@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from rematic.recipes import ModelConfig, TuningConfig
 from rematic.recipes.tuning_schema import ALL_LINEAR
 from rematic.training.extras import import_extra
+from rematic.training.quantize import fused_experts
 from rematic.training.tasks import TASKS
 
 
@@ -32,7 +34,7 @@ def add_adapter(model: nn.Module, tuning: TuningConfig, *, source: ModelConfig) 
         r=tuning.r,
         lora_alpha=tuning.alpha,
         lora_dropout=tuning.dropout,
-        target_modules=ALL_LINEAR if tuning.targets == (ALL_LINEAR,) else list(tuning.targets),
+        target_modules=_targets(model, tuning),
         modules_to_save=list(tuning.modules_to_save) or None,
         use_rslora=tuning.rslora,
         use_dora=tuning.method == "dora",
@@ -41,13 +43,36 @@ def add_adapter(model: nn.Module, tuning: TuningConfig, *, source: ModelConfig) 
         revision=source.revision,
     )
     try:
-        adapted: nn.Module = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # PEFT 0.21 asks transformers 5.24 for an attribute by its old name.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+            adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:  # such as for a module of a kind that it cannot adapt
         text = " ".join(str(error).split())
         raise ValueError(
             f"tuning.targets cannot be adapted ({text}); name linear layers"
         ) from error
     return adapted.train()
+
+
+def _targets(model: nn.Module, tuning: TuningConfig) -> str | list[str]:
+    """What PEFT is told to adapt.
+
+    For mixtures PEFT 0.21 takes its word for all linear layers to mean experts and routers too,
+    which are no linear layers in transformers 5; there the layers are named.
+    """
+    if tuning.targets != (ALL_LINEAR,):
+        return list(tuning.targets)
+    if not any(True for _ in fused_experts(model)):
+        return ALL_LINEAR
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find()
+    linears = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return sorted(linears)
 
 
 def _check_names(model: nn.Module, tuning: TuningConfig) -> None:

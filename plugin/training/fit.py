@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -123,13 +124,15 @@ class Fit:
         """
         job = self._job
         recipe = choose_tiled_loss(job.recipe, job.config)
-        self._model = prepare_model(recipe, config=job.config)
+        with _quiet_libraries():
+            self._model = prepare_model(recipe, config=job.config)
         self._tell_inventory(self._model)
         module = TrainedModule(
             self._model,
             training=recipe.training,
             total_steps=job.total_steps,
             allow_code=job.allow_code,
+            sharded_units=recipe.policy.units if recipe.distributed.strategy == "fsdp2" else None,
         )
         module.batches_before = job.data.loader.finished
         self._strategy = build_strategy(recipe, probe=self._probe(), journal=self._journal)
@@ -144,7 +147,8 @@ class Fit:
             finally:
                 os.environ.pop(RUN_VARIABLE, None)
         if not self.recorder.is_stopped:
-            self._save(self._model)
+            with _quiet_libraries():
+                self._save(self._model)
 
     def _save(self, model: nn.Module) -> None:
         job = self._job
@@ -292,14 +296,29 @@ def _say_nothing(text: str) -> None:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Keeps Lightning's notices about itself off the screen."""
+    """Keeps the notices of Lightning and transformers about themselves off the screen."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_bars():
             # Lightning 2.6 asks torch 2.13 in a way that is deprecated.
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keeps the bars of transformers off the screen, which cannot start under a memory cap."""
+    from transformers.utils import logging as module
+
+    transformers_logging: Any = module  # untyped
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()

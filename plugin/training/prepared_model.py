@@ -15,6 +15,7 @@ from rematic.training.optimizer_memory import optimizer_state_bytes
 from rematic.training.quantize import (
     fused_experts,
     held_bytes,
+    keep_layout,
     linears_to_quantize,
     quantize_experts,
     quantize_model,
@@ -51,10 +52,11 @@ def base_model(recipe: Recipe, *, config: PreTrainedConfig) -> nn.Module:
         )
         if form != "none":
             quantize_experts(base, recipe.quantization, form)
-        return base
-    base = build_model(recipe.model, max_length=1, seed=recipe.training.seed, config=config)
-    if form != "none":
-        quantize_model(base, recipe.quantization, form)
+    else:
+        base = build_model(recipe.model, max_length=1, seed=recipe.training.seed, config=config)
+        if form != "none":
+            quantize_model(base, recipe.quantization, form)
+    keep_layout(base)
     return base
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from rematic.recipes import QuantizationConfig
 from rematic.recipes.cross_checks import FOUR_BIT
@@ -75,11 +76,12 @@ def quantize_experts(
 
 
 def fused_experts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules and parameter names of the fused experts of a mixture."""
+    """Modules and parameter names of the fused experts of a mixture, packed or not."""
     for module in model.modules():
         for name in EXPERTS:
             parameter = module._parameters.get(name)
-            if parameter is not None and parameter.ndim == 3:
+            is_fused = parameter is not None and parameter.ndim == 3
+            if is_fused or is_parametrized(module, name):
                 yield module, name
 
 
@@ -137,6 +139,18 @@ def load_options(
             "bnb_4bit_quant_storage": _STORAGE[quantization.storage_dtype],
         }
     return {"quantization_config": config(**options)}
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Lets evaluation on a CPU leave packed weights as training left them.
+
+    Where a CPU has certain instructions, a 4-bit layer of bitsandbytes 0.50 packs its weights anew
+    in its first forward in evaluation mode, and training goes on with those.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            untyped: Any = module
+            untyped.support_avx512bf16_for_cpu = False
 
 
 def held_bytes(num_elements: int, quantization: QuantizationConfig, form: WeightFormat) -> int:
@@ -226,7 +240,6 @@ def unpack_model(model: nn.Module, *, dtype: torch.dtype) -> None:
         model: A quantized model without an adapter.
         dtype: Of the linear layers afterwards.
     """
-    from torch.nn.utils import parametrize
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
     for name, layer in list(model.named_modules()):
@@ -241,8 +254,10 @@ def unpack_model(model: nn.Module, *, dtype: torch.dtype) -> None:
                 linear.bias = nn.Parameter(packed.bias.detach().to(dtype), requires_grad=False)
             model.set_submodule(name, linear)
         for key in EXPERTS:
-            if parametrize.is_parametrized(layer, key):
-                parametrize.remove_parametrizations(layer, key, leave_parametrized=True)
+            if is_parametrized(layer, key):
+                value = getattr(layer, key).detach().to(dtype)
+                remove_parametrizations(layer, key, leave_parametrized=False)
+                setattr(layer, key, nn.Parameter(value, requires_grad=False))
     marked: Any = model
     marked.is_loaded_in_4bit = marked.is_loaded_in_8bit = marked.is_quantized = False
     for attribute in ("quantization_method", "hf_quantizer"):

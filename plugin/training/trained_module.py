@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from rematic.training.batches import Batch
 from rematic.training.loss import model_loss
 from rematic.training.optimization import build_optimizer, build_schedule, clip_gradients
+from rematic.training.sharding import shard_model
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -40,6 +42,7 @@ class TrainedModule(pl.LightningModule):
         training: The training section of the recipe.
         total_steps: Optimizer steps in all.
         allow_code: Whether `_target_` may name a class outside the allow-list.
+        sharded_units: Patterns of the units of a model that is to be sharded; None: it is whole.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class TrainedModule(pl.LightningModule):
         training: TrainingConfig,
         total_steps: int | None = None,
         allow_code: bool = False,
+        sharded_units: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -58,6 +62,14 @@ class TrainedModule(pl.LightningModule):
         self.strict_loading = all(p.requires_grad for p in model.parameters())
         self._total_steps = total_steps
         self._allow_code = allow_code
+        self._sharded_units = sharded_units
+
+    def configure_model(self) -> None:
+        """Shards the model where its strategy has made a mesh for it."""
+        if self._sharded_units is not None and self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            shard_model(self.model, mesh, patterns=self._sharded_units)
+            self._sharded_units = None  # Lightning calls this more than once
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Every batch has random numbers of its own, so that a resumed run draws the same."""

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
 from rematic.recipes import ModelConfig
-from rematic.training.model import build_empty_model, build_model
+from rematic.training.model import build_empty_model, build_model, name_attention
 from rematic.training.model_config import build_config
 from rematic.training.model_size import check_budget, size_of
 
@@ -89,13 +90,17 @@ def test_refuses_a_value_that_only_building_finds() -> None:
         build_model(tiny(hidden_act="nope"), max_length=8, seed=0)
 
 
-@pytest.mark.parametrize("key", [{"rope_theta": 5.0}], ids=["legacy"])
-def test_accepts_keys_that_are_not_fields(key: dict[str, object]) -> None:
-    config = build_model(tiny(**key), max_length=8, seed=0).config
-    if "rope_theta" in key:
-        assert config.rope_parameters["rope_theta"] == 5.0  # type: ignore[union-attr, index]
-    else:
-        assert config._attn_implementation == "eager"  # type: ignore[union-attr]
+def test_accepts_keys_that_transformers_still_converts() -> None:
+    config = build_model(tiny(rope_theta=5.0), max_length=8, seed=0).config
+    assert config.rope_parameters["rope_theta"] == 5.0  # type: ignore[union-attr, index]
+
+
+def test_the_attention_is_chosen_in_one_place() -> None:
+    chosen = dataclasses.replace(tiny(), attention="eager")
+    assert name_attention(build_model(chosen, max_length=8, seed=0)) == "eager"
+    assert name_attention(build_model(tiny(), max_length=8, seed=0)) == "sdpa"
+    with pytest.raises(ValueError, match=r"attn_implementation is 'eager'; expected"):
+        build_config(tiny(attn_implementation="eager"), max_length=8)
 
 
 def test_accepts_the_aliases_of_a_config() -> None:
