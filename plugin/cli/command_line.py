@@ -116,7 +116,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--device", metavar="NAME", help="cpu, or a GPU such as a100-80g")
     parser.add_argument("--budget", metavar="SIZE", help="instead of the recipe's memory.budget")
     parser.add_argument("--lengths", metavar="N,N", help="tokens of a sequence, such as 4k,8k,32k")
-    parser.add_argument("--batch", metavar="N", type=int, default=1, help="sequences of a batch")
+    parser.add_argument(
+        "--batch", metavar="N", type=int, help="sequences of a batch, instead of data.batch_size"
+    )
     parser.add_argument("--padded", action="store_true", help="a mask hides some of the tokens")
     parser.add_argument(
         "--max-length", action="store_true", help="find the longest sequence that fits, too"

@@ -30,7 +30,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     lengths = parse_lengths(arguments.lengths, longest=recipe.data.max_length)
     budget = recipe.memory.budget if arguments.budget is None else parse_budget(arguments.budget)
     plot = None if arguments.plot is None else _plot_path(arguments.plot)
-    if arguments.batch < 1:
+    if arguments.batch is not None and arguments.batch < 1:
         raise ValueError(f"--batch is {arguments.batch}; expected a number of sequences from 1 on")
     # Only now what takes seconds to import.
     from rematic.cli.plan_plot import draw
@@ -52,11 +52,11 @@ def _plan(
     from rematic.cost.roofline import pace_of
     from rematic.planner import POLICIES, Terms, forecast_step, longest_length
 
-    device = _device(arguments.device)
+    device = _device(arguments.device or recipe.planned_on.device)
     budget_bytes = budget_of(budget, device)
     usable_bytes = int(budget_bytes * (1 - recipe.memory.reserve))
     limit = _longest_of_interest(recipe, lengths) if arguments.max_length else max(lengths)
-    batch, padded = arguments.batch, arguments.padded
+    batch, padded = arguments.batch or recipe.data.batch_size, arguments.padded
     on_gpu = device.name != "cpu"
     profile = trace_recipe(
         recipe, on_accelerator=on_gpu, batch=batch, padded=(padded,), max_length=limit
@@ -165,6 +165,11 @@ def _notes(recipe: Recipe, device: Device, budget_bytes: int) -> tuple[str, ...]
         notes.append(
             f"the budget is more than the {format_bytes(device.memory_bytes)} of {device.name}, so "
             "what fits into it need not fit there: expected less, such as --budget auto"
+        )
+    processes = recipe.distributed
+    if processes.devices > 1:
+        notes.append(
+            f"figures are those of each of {processes.devices} devices ({processes.strategy})"
         )
     if recipe.policy.rules:
         notes.append("only the row `planned` follows the rules of the recipe (policy.rules)")

@@ -18,3 +18,17 @@ def language_model_batch(batch: int, length: int, padded: bool) -> Batch:
     mask = torch.ones(batch, length, dtype=torch.int64)
     mask[0, length - max(1, length // 4) :] = 0
     return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def packed_batch(batch: int, length: int, padded: bool) -> Batch:
+    """Returns a batch of sequences that are two documents each, which do not see each other."""
+    made = language_model_batch(batch, length, padded)
+    half = length // 2
+    positions = torch.cat([torch.arange(half), torch.arange(length - half)])
+    return {**made, "position_ids": positions.expand(batch, length).contiguous()}
+
+
+def classified_batch(batch: int, length: int, padded: bool) -> Batch:
+    """Returns a batch with a class for each sequence."""
+    made = language_model_batch(batch, length, padded)
+    return {**made, "labels": torch.zeros(batch, dtype=torch.int64)}

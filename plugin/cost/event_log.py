@@ -57,6 +57,8 @@ class EventLog(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
         """Is shown each op, after it is counted."""
         self.on_death: Callable[[int, int], None] | None = None
         """Is told the key of each storage that dies, and its bytes."""
+        self.is_muted = False
+        """Whether bytes are counted but ops are not taken down."""
         self._next: str | None = None
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -109,6 +111,8 @@ class EventLog(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in
                 func in _LIFTS or not _is_given(storage, (args, kwargs))
             ):
                 self._note(storage, num_bytes=storage.nbytes())
+        if self.is_muted:
+            return output
         if self.intervals:
             self.intervals[-1].ops.append(func._schema.name)
             self.intervals[-1].live_bytes.append(self.live_bytes)

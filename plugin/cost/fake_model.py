@@ -29,6 +29,11 @@ def fake_copy(model: nn.Module, twins: RealTwins) -> nn.Module:
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = fake
             _copy_quantization(tensor, fake, twins, memo)
+    for module in model.modules():  # of fused experts, whose weights are unpacked when read
+        for scale in quantization_tensors(module):
+            if id(scale) not in memo:
+                memo[id(scale)] = twins.fake(scale)
+        _share_codes(module, memo)
     originals = list(memo)  # deepcopy adds to the memo, and keeps alive what it copied
     copied: nn.Module = copy.deepcopy(model, memo)
     del originals
@@ -46,13 +51,29 @@ def _copy_quantization(
         fake.quant_state = copy.deepcopy(state, memo)  # type: ignore[attr-defined] # as there
 
 
-def quantization_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the scales and codes that a quantized weight holds beside its own bytes."""
-    state = getattr(tensor, "quant_state", None)
+def _share_codes(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Lets the state of an 8-bit layer of bitsandbytes (0.50) hold the fake of its weight."""
+    codes = getattr(getattr(module, "state", None), "CB", None)
+    weight = module._parameters.get("weight")
+    if isinstance(codes, torch.Tensor) and weight is not None and id(codes) not in memo:
+        memo[id(codes)] = memo[id(weight)].detach()
+
+
+def quantization_tensors(holder: torch.Tensor | nn.Module) -> list[torch.Tensor]:
+    """Returns what a quantized weight, or its layer, holds beside its bytes: scales and codes."""
+    state = getattr(holder, "quant_state", None)
     nested = getattr(state, "state2", None)
     values = [*vars(state).values()] if state is not None else []
     values += [*vars(nested).values()] if nested is not None else []
+    values.append(getattr(getattr(holder, "state", None), "SCB", None))
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def scales_of(model: nn.Module) -> list[torch.Tensor]:
+    """Returns what all quantized weights of a model hold beside their bytes, each once."""
+    holders: list[torch.Tensor | nn.Module] = [*model.parameters(), *model.modules()]
+    found = [scale for holder in holders for scale in quantization_tensors(holder)]
+    return list({id(scale): scale for scale in found}.values())
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 from rematic.cost.event_log import Interval
 from rematic.cost.op_log import LoggedOp
 from rematic.cost.polynomial import Envelope, Grid, Polynomial
-from rematic.cost.profile import ActionProfile, OpProfile, SurroundingsProfile
+from rematic.cost.profile import ActionProfile, OpProfile, SurroundingsProfile, TiledOps
 from rematic.cost.step_trace import AFTER, EMBEDDING, HEAD, StepTrace
+from rematic.cost.tiling import FEW_TILES, TiledEnvelope, Tiling
 from rematic.planner import OpCost
 
 _ZERO = Polynomial.constant(0)
@@ -93,37 +94,63 @@ class Fit:
             for sizes in versions
         )
 
-    def around(self, counts: Sequence[int]) -> SurroundingsProfile:
+    def around(
+        self, counts: Sequence[int], *, sliced: tuple[Fit, Tiling] | None = None
+    ) -> SurroundingsProfile:
         """Returns what happens outside the units.
 
         Args:
             counts: For each slot the number of units for which it stands.
+            sliced: The same traces with `MANY_TILES` slices of the loss instead of `FEW_TILES`, and
+                how it is sliced; None where it is not.
         """
         kept = self._growth(EMBEDDING)
         return SurroundingsProfile(
             embedding_forward=self._rise(EMBEDDING),
             embedding_kept=kept,
-            head=self._head(self.casts(counts)),
+            head=(
+                Envelope.over(self._head_events(counts))
+                if sliced is None
+                else TiledEnvelope.through(
+                    self._head_events(counts),
+                    sliced[0]._head_events(counts),
+                    num_forward=self._traces[0].num_before_backward,
+                    tiling=sliced[1],
+                )
+            ),
             head_left=self._growth(HEAD) + self.casts([1] * len(counts)),
             embedding_backward=self._rise(AFTER),
             embedding_gradient=self._growth(AFTER) + kept,
         )
 
-    def _head(self, casts: Polynomial) -> Envelope:
-        """Returns the rise of the head: until autocast is left, on top of all units' copies."""
-        before = self._rise(HEAD, plus=casts, end=self._traces[0].num_before_uncast)
-        traced = self.casts([1] * len(self._traces[0].cast_bytes))
-        after = self._rise(HEAD, plus=traced, start=self._traces[0].num_before_uncast)
-        return Envelope.over((*before.candidates, *after.candidates))
+    def _head_events(self, counts: Sequence[int]) -> list[Polynomial]:
+        """Returns how high each event of the head lies above its start.
+
+        Until autocast is left, the copies of all units' weights are there.
+        """
+        left = self._traces[0].num_before_uncast
+        before = self._events(HEAD, plus=self.casts(counts), end=left)
+        traced = self.casts([1] * len(counts))
+        return [*before, *self._events(HEAD, plus=traced, start=left)]
 
     def batch_bytes(self) -> Polynomial:
         """Returns the bytes of the batch."""
         return self._through([trace.batch_bytes for trace in self._traces])
 
-    def around_ops(self) -> tuple[OpProfile, ...]:
-        """Returns the ops of a forward outside the units."""
+    def around_ops(self, tiling: Tiling | None = None) -> tuple[OpProfile | TiledOps, ...]:
+        """Returns the ops of a forward outside the units.
+
+        Args:
+            tiling: How the loss is sliced; None where it is not.
+        """
         logs = zip(*(trace.around_ops for trace in self._traces), strict=True)
-        return tuple(self._op(versions, versions[0]) for versions in logs)
+        ops = tuple(self._op(versions, versions[0]) for versions in logs)
+        repeated = self._traces[0].repeated_ops
+        if tiling is None or repeated is None:
+            return ops
+        first, start, stop = repeated
+        one = TiledOps(tiling=tiling, num_traced=FEW_TILES, ops=ops[start:stop])
+        return (*ops[:first], one, *ops[stop:])
 
     def unit_ops(self, slot: int, *, kept: Fit) -> tuple[OpProfile, ...]:
         """Returns the ops of a unit's forward, these being traces of `recompute`.
@@ -163,17 +190,18 @@ class Fit:
             return Polynomial.constant(0)
         return self._through([interval.end_bytes - interval.start_bytes for interval in intervals])
 
-    def _rise(
-        self, name: str, plus: Polynomial = _ZERO, *, start: int = 0, end: int | None = None
-    ) -> Envelope:
-        """Returns how far the events of an interval, or some of them, rise above its start."""
+    def _rise(self, name: str, plus: Polynomial = _ZERO) -> Envelope:
+        """Returns how far the events of an interval rise above its start."""
+        return Envelope.over(self._events(name, plus=plus))
+
+    def _events(
+        self, name: str, *, plus: Polynomial, start: int = 0, end: int | None = None
+    ) -> Iterator[Polynomial]:
+        """Yields how high each event of an interval, or of a part of it, lies above its start."""
         intervals = self._intervals(name)
         starts = [interval.start_bytes for interval in intervals]
-        events = dict.fromkeys(zip(*(i.live_bytes[start:end] for i in intervals), strict=True))
-        return Envelope.over(
-            self._through([live - base for live, base in zip(event, starts, strict=True)]) + plus
-            for event in events
-        )
+        for event in zip(*(i.live_bytes[start:end] for i in intervals), strict=True):
+            yield self._through([n - base for n, base in zip(event, starts, strict=True)]) + plus
 
     def _through(self, values: Sequence[int]) -> Polynomial:
         key = tuple(values)

@@ -133,3 +133,13 @@ def adam_8bit_bytes(parameters: Iterable[torch.Tensor], *, paged: bool) -> Optim
         if not (paged and elements >= _MIN_PAGED_ELEMENTS):
             state += 2 * elements
     return OptimizerBytes(state_bytes=state, step_bytes=0)
+
+
+def paged_adam_bytes(parameters: Iterable[torch.Tensor]) -> OptimizerBytes:
+    """Returns what the paged Adam of bitsandbytes needs in 32 bits: the state of small weights.
+
+    Args:
+        parameters: All weights, of which those that need a gradient are trained.
+    """
+    small = (p.numel() for p in parameters if p.requires_grad and p.numel() < _MIN_PAGED_ELEMENTS)
+    return OptimizerBytes(state_bytes=2 * 4 * sum(small), step_bytes=0)

@@ -92,6 +92,10 @@ class Polynomial:
         """Returns the difference."""
         return self._combined(other, -1)
 
+    def times(self, factor: int) -> Polynomial:
+        """Returns the product with a number."""
+        return Polynomial.of({(i, j): factor * c for i, j, c in self.terms})
+
     def _combined(self, other: Polynomial, sign: int) -> Polynomial:
         terms = {(i, j): c for i, j, c in self.terms}
         for i, j, c in other.terms:
@@ -136,6 +140,11 @@ class Envelope:
     def degree(self) -> int:
         """The highest power of the length in any of them."""
         return max((p.degree for p in self.candidates), default=0)
+
+    def plus(self, num_bytes: int) -> Envelope:
+        """Returns it with so much more everywhere."""
+        added = Polynomial.constant(num_bytes)
+        return Envelope((*(candidate + added for candidate in self.candidates), added))
 
     def __call__(self, batch: int, length: int) -> int:
         """Returns the largest value, at least 0."""

@@ -5,10 +5,11 @@ A profile is made by `trace_profile` and knows no torch. `costs_at` answers for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rematic.cost.polynomial import Envelope, Polynomial
+from rematic.cost.tiling import TiledEnvelope, Tiling
 from rematic.planner import ActionBytes, FixedBytes, OpCost, StepCosts, Surroundings, UnitCosts
 
 
@@ -77,6 +78,39 @@ class OpProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TiledOps:
+    """The ops of one slice of a loss, which run again for every slice."""
+
+    tiling: Tiling
+    """How the loss is sliced."""
+
+    num_traced: int
+    """Number of slices in the traced steps."""
+
+    ops: tuple[OpProfile, ...]
+    """Of one of these slices."""
+
+    def at(self, batch: int, length: int) -> tuple[OpCost, ...]:
+        """Returns the ops of all slices at one shape.
+
+        Work and bytes are those of the traced slices, spread over the real ones.
+        """
+        num_tiles = self.tiling.num_tiles(batch * length)
+        share = self.num_traced / num_tiles
+        one = [op.at(batch, length) for op in self.ops]
+        scaled = tuple(
+            replace(
+                op,
+                result_bytes=round(op.result_bytes * share),
+                flops=round(op.flops * share),
+                touched_bytes=round(op.touched_bytes * share),
+            )
+            for op in one
+        )
+        return scaled * num_tiles
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitProfile:
     """One slot: a unit that stands for all that cost the same."""
 
@@ -109,7 +143,7 @@ class SurroundingsProfile:
 
     embedding_forward: Envelope
     embedding_kept: Polynomial
-    head: Envelope
+    head: Envelope | TiledEnvelope
     head_left: Polynomial
     embedding_backward: Envelope
     embedding_gradient: Polynomial
@@ -153,7 +187,7 @@ class Piece:
     around: SurroundingsProfile
     """Outside the units."""
 
-    around_ops: tuple[OpProfile, ...]
+    around_ops: tuple[OpProfile | TiledOps, ...]
     """Ops of a forward outside the units."""
 
     units: tuple[UnitProfile, ...]
@@ -208,7 +242,7 @@ class StepProfile:
             padded=padded,
             fixed=replace(self.fixed, other=self.fixed.other + piece.batch_bytes(batch, length)),
             around=piece.around.at(batch, length, optimizer=self.optimizer_bytes),
-            around_ops=tuple(op.at(batch, length) for op in piece.around_ops),
+            around_ops=tuple(_flat(op.at(batch, length) for op in piece.around_ops)),
             classes=tuple(
                 UnitCosts(
                     name=unit.name,
@@ -230,6 +264,14 @@ class StepProfile:
             f"{'padded' if padded else 'not padded'}: expected one of "
             f"{'; '.join(map(str, self.pieces))}. Trace it for that."
         )
+
+
+def _flat(ops: Iterable[OpCost | tuple[OpCost, ...]]) -> Iterator[OpCost]:
+    for op in ops:
+        if isinstance(op, tuple):
+            yield from op
+        else:
+            yield op
 
 
 def _range(first: int, last: int | None) -> str:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from rematic.cost.batches import language_model_batch
-from rematic.cost.optimizer_bytes import trace_optimizer
+from rematic.cost.batches import classified_batch, language_model_batch, packed_batch
 from rematic.cost.profile import StepProfile
-from rematic.cost.tracer import LOSSLESS, TraceSettings, trace_profile
+from rematic.cost.recipe_optimizer import parts_of, recipe_optimizer_bytes
+from rematic.cost.sharding import shard_groups, sharded
+from rematic.cost.step_trace import Batch
+from rematic.cost.tracer import LOSSLESS, MakeBatch, TraceSettings, trace_profile
 from rematic.policy import Action
 from rematic.recipes import Recipe
+
+_WITHOUT_MASKS = ("flash_attention_2", "flash_attention_3", "flex_attention")
+"""Kernels that are told lengths, not masks of a number for each pair of tokens."""
 
 
 def trace_recipe(
@@ -23,9 +29,7 @@ def trace_recipe(
     max_length: int | None = None,
     actions: Sequence[Action] = LOSSLESS,
 ) -> StepProfile:
-    """Returns what a step of a recipe's training costs.
-
-    The optimizer is that of `rematic train`: AdamW, fused on an accelerator.
+    """Returns what a step of a recipe's training costs each of its processes.
 
     Args:
         recipe: A recipe whose model is written out in it.
@@ -36,32 +40,55 @@ def trace_recipe(
         actions: Actions to trace.
 
     Raises:
-        ValueError: If the recipe names no model, or transformers refuses it.
+        ValueError: If the recipe names no model, transformers refuses it, or nothing is known of
+            its optimizer.
     """
-    from rematic.training.model import build_empty_model
-    from rematic.training.optimization import build_optimizer
+    from rematic.cost.recipe_model import empty_recipe_model  # needs transformers
 
     longest = recipe.data.max_length if max_length is None else max_length
-    model = build_empty_model(recipe.model, max_length=longest)
-    training = recipe.training
-
-    def make_optimizer(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(weights, training)
-        for group in optimizer.param_groups:
-            group["fused"] = True if on_accelerator else None
-        return optimizer
-
+    empty = empty_recipe_model(recipe, max_length=longest)
+    training, processes = recipe.training, recipe.distributed
+    is_sharded = processes.strategy == "fsdp2" and processes.devices > 1
+    accumulates = training.accumulate > 1
+    weights = [*empty.model.parameters()]
     settings = TraceSettings(
-        loss=lambda model, given: model(**given, use_cache=False).loss,
-        make_batch=language_model_batch,
+        loss=_loss,
+        make_batch=_make_batch(recipe),
         actions=tuple(actions),
         batch=batch,
         padded=tuple(padded),
         max_length=longest,
         patterns=tuple(recipe.policy.units),
         autocast=torch.bfloat16 if training.precision == "bf16" else None,
-        accumulates=training.accumulate > 1,
+        accumulates=accumulates and not is_sharded,
+        gradient_buckets="copies" if processes.strategy == "ddp" else "none",
         on_accelerator=on_accelerator,
-        optimizer=trace_optimizer(make_optimizer, model.parameters()),
+        tile_tokens=0 if empty.has_tiled_loss else None,
+        optimizer=recipe_optimizer_bytes(
+            training,
+            parts_of(weights, processes.devices) if is_sharded else weights,
+            on_accelerator=on_accelerator,
+        ),
     )
-    return trace_profile(model, settings)
+    profile = trace_profile(empty.model, settings)
+    if not is_sharded:
+        return profile
+    groups = shard_groups(empty.model, profile.unit_names, num_parts=processes.devices)
+    return sharded(profile, groups, accumulates=accumulates)
+
+
+def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    config = getattr(model, "config", None)
+    options = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    loss: torch.Tensor = model(**batch, **options).loss
+    return loss
+
+
+def _make_batch(recipe: Recipe) -> MakeBatch:
+    needs_masks = recipe.model.attention not in _WITHOUT_MASKS
+    make: MakeBatch = language_model_batch
+    if recipe.model.task == "sequence-classification":
+        make = classified_batch
+    elif recipe.data.packing and needs_masks:
+        make = packed_batch
+    return make if needs_masks else lambda batch, length, _: make(batch, length, False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from rematic.cost.fake_model import fake_copy, shorten
 from rematic.cost.op_log import LoggedOp, OpLog
 from rematic.cost.real_path import on_real_path
 from rematic.cost.real_twins import RealTwins
+from rematic.cost.tiling import FEW_TILES
 from rematic.cost.torch_private import FakeTensorMode
 from rematic.cost.traced_stash import Offered, TracedPlaces
+from rematic.cost.traced_tiles import TracedTiles
 from rematic.memory.storages import storages_of
 from rematic.policy import (
     Action,
@@ -72,8 +74,15 @@ class StepTrace:
     num_before_uncast: int
     """Number of ops of the head's interval that ran while these copies were there."""
 
+    num_before_backward: int
+    """Number of ops of the head's interval that belong to forward."""
+
     batch_bytes: int
     """Bytes of the batch."""
+
+    repeated_ops: tuple[int, int, int] | None = None
+    """Where among the ops outside units the first slice of the loss begins, the second one, and
+    where that ends; None without slices."""
 
 
 class TracedModel:
@@ -87,6 +96,7 @@ class TracedModel:
         loss: Runs the forward and returns the loss.
         autocast: What autocast computes in, None without it.
         on_accelerator: Whether what was moved takes memory when it comes back.
+        tile_tokens: Tokens in a slice of a tiled loss, 0 for the default; None: not tiled.
     """
 
     def __init__(
@@ -99,11 +109,17 @@ class TracedModel:
         loss: Loss,
         autocast: torch.dtype | None = None,
         on_accelerator: bool = True,
+        tile_tokens: int | None = None,
     ) -> None:
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._twins = RealTwins(self._fake_mode)
         self.model = fake_copy(model, self._twins)
         shorten(self.model, unit_names, kept)
+        self.tiles = (
+            None
+            if tile_tokens is None
+            else TracedTiles(self.model, tile_tokens=tile_tokens or None)
+        )
         self._loss = loss
         self._autocast = autocast
         self._places = TracedPlaces(takes_memory=on_accelerator)
@@ -111,13 +127,21 @@ class TracedModel:
         self.num_units = len(self._engine.units)
         self._known: set[Action] = set()
 
-    def run(self, actions: Sequence[Action], batch: Batch, *, accumulates: bool) -> StepTrace:
+    def run(
+        self,
+        actions: Sequence[Action],
+        batch: Batch,
+        *,
+        accumulates: bool,
+        num_tiles: int = FEW_TILES,
+    ) -> StepTrace:
         """Traces one forward and backward.
 
         Args:
             actions: One for each unit that is traced.
             batch: Real tensors on the CPU; of floating ones only the shape is used.
             accumulates: Whether gradients of an earlier micro-batch are there already.
+            num_tiles: Slices of a tiled loss.
         """
         self._warm_up(actions, batch)
         self._places.set_tokens(default_batch_shape(batch).tokens)
@@ -134,11 +158,29 @@ class TracedModel:
             recorder = _Recorder(self._engine, self._places, parameters)
             gradients = [p.grad for p in parameters if p.grad is not None]
             recorder.log.ignore([*parameters, *self.model.buffers(), *fakes.values(), *gradients])
-            with self._twins, recorder.log, recorder.watching():
+            with (
+                self._twins,
+                recorder.log,
+                recorder.watching(),
+                self._slicing(recorder, default_batch_shape(batch).tokens, num_tiles),
+            ):
                 loss = self._forward(fakes)
                 recorder.begin_backward()
                 loss.backward()  # type: ignore[no-untyped-call] # untyped in torch
-        return recorder.result(sum(tensor.nbytes for tensor in batch.values()))
+        result = recorder.result(sum(tensor.nbytes for tensor in batch.values()))
+        return result if self.tiles is None else replace(result, repeated_ops=self.tiles.repeated)
+
+    def _slicing(
+        self, recorder: _Recorder, tokens: int, num_tiles: int
+    ) -> AbstractContextManager[None]:
+        if self.tiles is None:
+            return nullcontext()
+        return self.tiles.slicing(
+            tokens=tokens,
+            num_tiles=num_tiles,
+            position=recorder.num_around_ops,
+            mute=recorder.mute,
+        )
 
     def _warm_up(self, actions: Sequence[Action], batch: Batch) -> None:
         """Lets units learn what they learn from a call, which later calls then do otherwise."""
@@ -180,6 +222,7 @@ class _Recorder:
         self._casts: dict[int, int] = {}
         self._cast_bytes = [0] * self._num_units
         self._num_before_uncast = 0
+        self._num_before_backward = 0
         self._running: OpLog | None = self._around
         self._backward_of: int | None = None
 
@@ -221,11 +264,21 @@ class _Recorder:
             late_bytes=tuple(self._late),
             cast_bytes=tuple(self._cast_bytes),
             num_before_uncast=self._num_before_uncast,
+            num_before_backward=self._num_before_backward,
             batch_bytes=batch_bytes,
         )
 
+    def num_around_ops(self) -> int:
+        """Returns how many ops outside units were taken down."""
+        return len(self._around.ops)
+
+    def mute(self, is_muted: bool) -> None:
+        """Leaves out what comes, or takes it down again."""
+        self.log.is_muted = is_muted
+
     def begin_backward(self) -> None:
         """Takes note that forward has ended."""
+        self._num_before_backward = len(self.log.intervals[-1].live_bytes)
         self._running = None
 
     def _stop(self) -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from rematic.activations.units import find_units
-from rematic.cost.fake_model import quantization_tensors
+from rematic.cost.fake_model import scales_of
 from rematic.cost.fit import Fit, PathDiffers
 from rematic.cost.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes
 from rematic.cost.polynomial import Grid
 from rematic.cost.profile import Moving, Piece, StepProfile, UnitProfile, names_of_slots
 from rematic.cost.step_trace import Batch, Loss, TracedModel
+from rematic.cost.tiling import FEW_TILES, MANY_TILES
 from rematic.cost.unit_kinds import choose_slots
 from rematic.cost.windows import attention_windows
 from rematic.planner import FixedBytes
@@ -77,6 +78,9 @@ class TraceSettings:
     """Where the steps will run. What was moved comes back into an accelerator's memory, ahead of
     need; on a CPU it comes back as a mapping of a file, which takes no heap."""
 
+    tile_tokens: int | None = None
+    """Tokens in a slice of a tiled loss, 0 for the default of `use_tiled_loss`; None: not tiled."""
+
     optimizer: OptimizerBytes = NO_OPTIMIZER
     """What the optimizer holds and needs."""
 
@@ -109,10 +113,11 @@ def trace_profile(model: nn.Module, settings: TraceSettings) -> StepProfile:
         loss=settings.loss,
         autocast=settings.autocast,
         on_accelerator=settings.on_accelerator,
+        tile_tokens=settings.tile_tokens,
     )
     classes = [type(units[position][1]).__name__ for position in slots.positions]
     named = tuple(zip(names_of_slots(classes, slots.positions), slots.counts, strict=True))
-    bounds = _bounds(model, settings.max_length)
+    bounds = _bounds(model, settings, traced)
     pieces = [
         _piece(traced, settings, batches, bound, padded=padded, slots=named)
         for padded in settings.padded
@@ -133,10 +138,20 @@ def _batch_grids(batch: int | None) -> tuple[tuple[int, ...], ...]:
     return ((1,), (2, 3)) if batch is None else ((batch,),)
 
 
-def _bounds(model: nn.Module, max_length: int | None) -> list[tuple[int, int | None]]:
-    """Returns the ranges of lengths: attention windows change the path of a step."""
-    windows = [w for w in attention_windows(model) if max_length is None or w <= max_length]
-    edges: list[int | None] = [0, *(w - 1 for w in windows), None]
+def _bounds(
+    model: nn.Module, settings: TraceSettings, traced: TracedModel
+) -> list[tuple[int, int | None]]:
+    """Returns the ranges of lengths in which a step takes one path.
+
+    They end at attention windows, and where a tiled loss begins to slice tokens.
+    """
+    ends = [window - 1 for window in attention_windows(model)]
+    tiling = None if traced.tiles is None else traced.tiles.tiling
+    if tiling is not None and tiling.is_trained and settings.batch is not None:
+        ends.append(-(-tiling.vocabulary // settings.batch) - 1)
+    longest = settings.max_length
+    inner = sorted({end for end in ends if end > 0 and (longest is None or end < longest)})
+    edges: list[int | None] = [0, *inner, None]
     return [((start or 0) + 1, end) for start, end in pairwise(edges)]
 
 
@@ -168,7 +183,8 @@ def _lengths(bound: tuple[int, int | None], steps: Sequence[int]) -> tuple[int, 
     if last is not None and last < first - 1 + steps[-1]:  # a narrow range: its upper half
         half = (last - first) // 2
         return tuple(sorted({last - half, last - half // 2, last}))
-    return tuple(first - 1 + step for step in steps)
+    start = -(-(first - 1) // _STEPS[0]) * _STEPS[0]  # whole slices of a tiled loss
+    return tuple(start + step for step in steps)
 
 
 def _piece_on(
@@ -193,6 +209,10 @@ def _piece_on(
     fit = fits["recompute"]
     counts = [count for _, count in slots]
     casts = fit.casts(counts)
+    tiling = None if traced.tiles is None else traced.tiles.tiling
+    sliced = None
+    if tiling is not None:
+        sliced = (fewer.fit(Recompute(), num_tiles=MANY_TILES), tiling)
     return Piece(
         min_batch=grid.batches[0],
         max_batch=grid.batches[0] if len(grid.batches) == 1 else None,
@@ -200,8 +220,8 @@ def _piece_on(
         max_length=bound[1],
         padded=padded,
         batch_bytes=fit.batch_bytes(),
-        around=fit.around(counts),
-        around_ops=fits["keep"].around_ops(),
+        around=fit.around(counts, sliced=sliced),
+        around_ops=fits["keep"].around_ops(tiling),
         units=tuple(
             UnitProfile(
                 name=name,
@@ -224,18 +244,20 @@ class _Traces:
         self._grid = grid
         self._batches = [settings.make_batch(*point, padded) for point in grid.points]
 
-    def fit(self, action: Action) -> Fit:
+    def fit(self, action: Action, *, num_tiles: int = FEW_TILES) -> Fit:
         """Traces the step with every unit under one action, at every point."""
         actions = [action] * self._traced.num_units
-        run = self._traced.run
-        traces = [run(actions, batch, accumulates=self._accumulates) for batch in self._batches]
+        traces = [
+            self._traced.run(actions, batch, accumulates=self._accumulates, num_tiles=num_tiles)
+            for batch in self._batches
+        ]
         return Fit(self._grid, traces)
 
 
 def _fixed_bytes(model: nn.Module, settings: TraceSettings) -> FixedBytes:
     parameters = list(model.parameters())
     trained = sum(tensor_bytes(p) for p in parameters if p.requires_grad)
-    scales = [scale for p in parameters for scale in quantization_tensors(p)]
+    scales = scales_of(model)
     return FixedBytes(
         weights=sum(tensor_bytes(t) for t in (*parameters, *scales, *model.buffers())),
         gradients=trained if settings.gradients_exist else 0,

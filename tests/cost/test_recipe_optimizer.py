@@ -1,0 +1,75 @@
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import nn
+
+from rematic.cost.recipe_optimizer import parts_of, recipe_optimizer_bytes
+from rematic.recipes import (
+    AdafactorConfig,
+    AdamWConfig,
+    SGDConfig,
+    TargetOptimizerConfig,
+    TrainingConfig,
+)
+
+SHAPES = ((300, 512), (64, 32), (4096,), (64,), (1000, 101))
+
+
+def weights():
+    return [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+
+
+def state_bytes(optimizer, parameters):
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "make"),
+    [
+        (AdamWConfig(), torch.optim.AdamW),
+        (AdamWConfig(name="adamw-8bit"), bnb.optim.AdamW8bit),
+        (AdafactorConfig(), torch.optim.Adafactor),
+        (SGDConfig(momentum=0.9), lambda given: torch.optim.SGD(given, momentum=0.9)),
+        (SGDConfig(), torch.optim.SGD),
+        (TargetOptimizerConfig(_target_="torch.optim.RMSprop"), torch.optim.RMSprop),
+        (TargetOptimizerConfig(_target_="bitsandbytes.optim.Adam8bit"), bnb.optim.Adam8bit),
+    ],
+    ids=["adamw", "adamw-8bit", "adafactor", "momentum", "sgd", "rmsprop", "adam8bit"],
+)
+def test_state_is_what_a_real_step_leaves(config, make):
+    parameters = weights()
+    predicted = recipe_optimizer_bytes(
+        TrainingConfig(optimizer=config), parameters, on_accelerator=False
+    )
+    assert predicted.state_bytes == state_bytes(make(parameters), parameters)
+
+
+def test_paged_state_of_large_weights_does_not_count():
+    def state(name):
+        training = TrainingConfig(optimizer=AdamWConfig(name=name))
+        return recipe_optimizer_bytes(training, weights(), on_accelerator=True).state_bytes
+
+    small = sum(torch.Size(shape).numel() for shape in SHAPES[1:4])
+    assert state("paged-adamw") == 8 * small
+    assert state("adamw-8bit") - state("paged-adamw-8bit") == 2 * (300 * 512 + 1000 * 101)
+
+
+def test_an_optimizer_of_which_nothing_is_known_is_refused():
+    training = TrainingConfig(optimizer=TargetOptimizerConfig(_target_="mine.Lion"))
+    with pytest.raises(ValueError, match=r"nothing is known of the state of mine\.Lion"):
+        recipe_optimizer_bytes(training, weights(), on_accelerator=True)
+
+
+def test_parts_of_weights_are_rows():
+    parts = parts_of([*weights(), nn.Parameter(torch.ones(7, 3), requires_grad=False)], 8)
+    assert [tuple(part.shape) for part in parts] == [(38, 512), (8, 32), (512,), (8,), (125, 101)]
