@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,8 @@ class RecomputePlugin:
     _use_cache: tuple[Any, Any] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise ValueError(f"enabled is {self.enabled!r}: expected True or False.")
         options = AttachOptions(
             recipe=self.recipe,
             overrides=tuple(self.overrides),
@@ -147,15 +150,18 @@ class RecomputePlugin:
     ) -> Callable[P, T] | Callable[[Callable[P, T]], Callable[P, T]]:
         """Decorates a function that does forward and backward of one micro-batch.
 
-        Its first argument is the batch. If memory runs out, everything that it changed is put back
-        and it runs again under a heavier plan. It ends before gradients are clipped.
+        Its first argument is the batch (a method's object, models and optimizers left out). If
+        memory runs out, everything that it changed is put back and it runs again under a heavier
+        plan. It ends before gradients are clipped.
 
         Args:
-            fn: The function; without one a decorator is returned.
+            fn: The function, or a method; without one a decorator is returned.
             reduction: How the loss combines the sequences of a batch, as of `Session.run`;
                 `control.allow_split` needs it, and the function returns the loss then.
 
         Raises:
+            ValueError: If the function is a generator or a coroutine, which has done nothing yet
+                when the call returns.
             StepOutOfMemoryError: When called, if nothing that is allowed helps; an error that
                 `accelerate.find_executable_batch_size` answers.
         """
@@ -208,10 +214,15 @@ class RecomputePlugin:
         self._driver.detach()
 
     def _decorated(self, fn: Callable[P, T], *, reduction: Reduction | None) -> Callable[P, T]:
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+            raise ValueError(
+                f"{fn.__name__} is a generator or a coroutine: expected a function that has done "
+                "forward and backward when it returns. Decorate the function inside that does."
+            )
+
         @functools.wraps(fn)
         def step(*args: P.args, **kwargs: P.kwargs) -> T:
-            batch = args[0] if args else next(iter(kwargs.values()), None)
-            result: T = self._driver.step(fn, args, kwargs, batch=batch, reduction=reduction)
+            result: T = self._driver.step(fn, args, kwargs, reduction=reduction)
             return result
 
         return step

@@ -62,6 +62,11 @@ class AttachOptions:
     """As of `attach`."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.recipe, (str, Path, Recipe, Mapping)):
+            raise ValueError(
+                f"recipe is {self.recipe!r}: expected `auto`, a recipe's name, a path, a recipe, "
+                "or a config with a recipe's keys."
+            )
         if self.overrides and not isinstance(self.recipe, (str, Path)):
             raise ValueError(
                 f"overrides are {list(self.overrides)} and the recipe is no name or path: expected "
@@ -150,7 +155,6 @@ class AccelerateDriver:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        batch: object,
         state: HostState | None = None,
         reduction: Reduction | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the user's step returns
@@ -160,7 +164,6 @@ class AccelerateDriver:
             fn: Forward and backward.
             args: Its arguments.
             kwargs: Its keyword arguments.
-            batch: What is read for the shape of the step.
             state: What the host counts inside the step; None for the Accelerator's accumulation.
             reduction: How the loss combines the sequences of the batch; None: unknown.
         """
@@ -181,7 +184,7 @@ class AccelerateDriver:
         self._tell_of_split(is_possible=reduction is not None and self._is_alone)
         self._is_open = True
         try:
-            result, record = call.run(fn, args, kwargs, batch=batch)
+            result, record = call.run(fn, args, kwargs)
         finally:
             self._is_open = False
         self.figures.add(record, step_retries=call.num_retries)
@@ -238,6 +241,11 @@ class AccelerateDriver:
             raise ValueError(
                 "this plugin is attached to another Accelerator: expected one plugin for each. "
                 "Call `plugin.detach()` first, or make a second plugin."
+            )
+        if isinstance(vars(accelerator).get("prepare"), InstanceMethod):
+            raise ValueError(
+                "another plugin is attached to this Accelerator: expected one. Call its `detach()` "
+                "first, or give this one's fields to it."
             )
         if accelerator.distributed_type in _OWN_ENGINES:
             raise ValueError(

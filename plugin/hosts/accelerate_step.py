@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 from rematic.control import Rung
 from rematic.hosts.accelerate_collectives import ExchangedOnce
@@ -48,8 +51,8 @@ class RecoverableCall:
         accelerator: The Accelerator.
         state: What the host counts.
         obstacle: Why the whole call cannot run again; None if it can, as far as the host knows.
-        reduction: How the loss combines the sequences of the batch, which is the first argument
-            then; None: unknown, and the batch is never split.
+        reduction: How the loss combines the sequences of the batch; None: unknown, and the batch is
+            never split.
     """
 
     def __init__(
@@ -74,16 +77,13 @@ class RecoverableCall:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        batch: object,
     ) -> tuple[Any, StepRecord]:
-        """Runs `fn(*args, **kwargs)` as a step of the session.
+        """Runs `fn(*args, **kwargs)` as a step of the session, whose batch is among the arguments.
 
         Args:
             fn: Forward and backward.
             args: Its arguments.
             kwargs: Its keyword arguments.
-            batch: What is read for the shape of the step.
 
         Returns:
             What `fn` returned, and the record of the step.
@@ -91,6 +91,8 @@ class RecoverableCall:
         Raises:
             StepOutOfMemoryError: If nothing that is allowed helps; all is as before.
         """
+        place = place_of_batch(fn, args)
+        batch = next(iter(kwargs.values()), None) if place is None else args[place]
         self._session.begin_step(batch)
         try:
             result = self._attempts(fn, args, kwargs)
@@ -105,7 +107,8 @@ class RecoverableCall:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401 - whatever the user's step returns
         step = SessionStep(self._session)
-        max_parts = step.parts_allowed(args[0], self._reduction) if args else 1
+        place = place_of_batch(fn, args)
+        max_parts = 1 if place is None else step.parts_allowed(args[place], self._reduction)
         recovery = self._session.recovery((args, kwargs), max_parts=max_parts)
         exchanged: ExchangedOnce | None = None
         if recovery.collectives is not None:
@@ -149,17 +152,33 @@ class RecoverableCall:
         *,
         num_parts: int,
     ) -> torch.Tensor | None:
+        place = place_of_batch(fn, args)
         assert self._reduction is not None
-        batch, *rest = args
+        assert place is not None
 
         def one(part: object) -> Any:  # noqa: ANN401 - as above
             self._state.restore()  # all parts together are one micro-batch
-            return fn(part, *rest, **kwargs)
+            return fn(*args[:place], part, *args[place + 1 :], **kwargs)
 
         return run_in_parts(
             one,
-            batch,
+            args[place],
             num_parts=num_parts,
             reduction=self._reduction,
             model=self._session.model,
         )
+
+
+def place_of_batch(fn: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
+    """Returns which argument of a step is the batch, None if no positional one is.
+
+    It is the first, but for the object of a method, and models and optimizers that are handed in.
+    """
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    first = code.co_varnames[:1] if code is not None and code.co_argcount else ()
+    start = 1 if first in (("self",), ("cls",)) and not inspect.ismethod(fn) else 0
+    places = range(start, len(args))
+    return next((i for i in places if not isinstance(args[i], _NO_BATCHES)), None)
+
+
+_NO_BATCHES = (nn.Module, torch.optim.Optimizer, Accelerator)

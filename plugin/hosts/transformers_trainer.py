@@ -101,7 +101,7 @@ class TrainerDriver:
             assert trainer.optimizer is not None
             self._driver.manage(trainer.accelerator.unwrap_model(model), [trainer.optimizer])
         return self._driver.step(
-            step, (model, inputs, *args), kwargs, batch=inputs, state=TrainerCounters(trainer)
+            step, (model, inputs, *args), kwargs, state=TrainerCounters(trainer)
         )
 
     def _log_figures(
