@@ -24,6 +24,12 @@ from rematic.activations.record import Record
 from rematic.activations.replay import as_in_forward, refuse_changed_inputs
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+GRAPH_IS_SHARED = (
+    "its graph is kept from the next call on, hidden tensors too: a tensor from inside is held "
+    "outside (a key/value cache? a hook that collects?). Gradients of this call are right, but "
+    "summed in another order"
+)
+"""What the log says when others hold a part of a graph that was to be thrown away."""
 _unpacked = threading.local()
 
 

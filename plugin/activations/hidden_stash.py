@@ -44,6 +44,17 @@ class HiddenStash:
         floor = max(MIN_HIDDEN_BYTES, MIN_HIDDEN_SHARE * self.declared_bytes)
         return self.hidden_bytes >= floor
 
+    @property
+    def text(self) -> str:
+        """What the log says of it."""
+        remedy = "it is recomputed without a graph"
+        if not self.is_closed:
+            remedy = "it cannot be let go, since gradients flow to tensors from elsewhere"
+        return (
+            f"its graph holds {self.hidden_bytes:,} bytes that it does not save "
+            f"(and saves {self.declared_bytes:,}); where it does not start in memory {remedy}"
+        )
+
 
 def find_hidden_stash(record: Record) -> HiddenStash | None:
     """Runs the forward of a record once more, holding nothing that it saves, and measures.

@@ -15,6 +15,7 @@ from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.notices import Notice
 from rematic.activations.record import Holder, Record
 from rematic.activations.replay import replay
+from rematic.activations.reused_inputs import WaitingRecords
 from rematic.memory import is_out_of_memory, requested_bytes
 
 
@@ -71,6 +72,8 @@ class Ledger:
         """Called with what is found out about a unit."""
         self.verdicts: dict[Hashable, Verdict] = {}
         """What the safety check found, by kind of unit."""
+        self.waiting = WaitingRecords()
+        """Records of first calls that are let go when it is known what becomes of their inputs."""
         self._records: list[weakref.ref[Record]] = []
         self._purge_at = 64
         self._num_opened = 0
@@ -92,6 +95,7 @@ class Ledger:
 
     def records(self) -> list[Record]:
         """Returns the records that backward still needs, oldest first."""
+        self.waiting.settle()
         return [record for ref in self._records if (record := ref()) is not None]
 
     def resident_bytes(self) -> int:
@@ -144,6 +148,7 @@ class Ledger:
 
     def _come_to(self, record: Record) -> None:
         self._active_serial = record.serial
+        self.waiting.settle()
         if self.at_backward is not None:
             self.at_backward(record)
         if record.stash is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 import weakref
@@ -19,16 +20,18 @@ from rematic.activations.check_schedule import CheckSchedule
 from rematic.activations.collectives import is_sharded_inside, watching_collectives
 from rematic.activations.compiled import is_compiled
 from rematic.activations.functions_inside import host_generators_of
-from rematic.activations.graphless import Call, Parted, joined
+from rematic.activations.graphless import GRAPH_IS_SHARED, Call, Parted, joined
 from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.key_value_cache import FILLS_CACHE, CachesOfCall
 from rematic.activations.ledger import Ledger
 from rematic.activations.module_state import ModuleState
 from rematic.activations.module_walk import ModuleWalk
+from rematic.activations.moving import move_away
 from rematic.activations.nested import ContainerContents
 from rematic.activations.notices import Notice
 from rematic.activations.observers import Observers
 from rematic.activations.record import Record
+from rematic.activations.reused_inputs import INPUT_IS_REUSED, ReusedInputs
 from rematic.activations.routing import RoutedBody, Routing
 from rematic.activations.safety import judge
 from rematic.activations.selective import OpSelection, SelectiveCache
@@ -37,7 +40,7 @@ from rematic.activations.tiling import Tiling
 from rematic.activations.unit_forward import UnitForward, recording_state
 from rematic.activations.unit_kind import kind_of
 from rematic.memory import LastTries, is_out_of_memory, requested_bytes
-from rematic.stash import Stash, StashError
+from rematic.stash import Stash
 
 _log = logging.getLogger("rematic")
 _FIRST_CALL = "whether it can be replayed is known only when its first call ends"
@@ -84,6 +87,7 @@ class Unit:
         """Whether its action is that of the policy, and so the same on all ranks."""
         self._observers = Observers()
         self._walk = ModuleWalk()
+        self._reused_inputs = ReusedInputs()
         self._module = weakref.ref(module)
         # Names of the tensors and objects that forward changes, in training and in evaluation.
         self._mutable: dict[bool, frozenset[str]] = {}
@@ -137,6 +141,7 @@ class Unit:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, in slices if that is its action."""
+        self.ledger.waiting.settle()
         if self.tiling is not None:
             return self.tiling.run(self, args, kwargs)
         return self.run(args, kwargs)
@@ -153,6 +158,8 @@ class Unit:
         self._schedule.begin_call(self.module.training)
         surroundings = self._surroundings(recorded) if not filled_cache else None
         held = self.starts_held or self.unmeasured or self._is_first_call or self._awaits_check
+        if self._reused_inputs and not self.starts_held:
+            recorded = self._reused_inputs.copied(recorded)
         last_tries = LastTries(1)
         while True:
             record = None
@@ -192,11 +199,7 @@ class Unit:
     def _joined(self, record: Record, parted: Parted, call: Call) -> Any:
         if record.live_holders():
             self.graphless = False
-            self.note_once(
-                "its graph is kept from the next call on, hidden tensors too: a tensor from inside "
-                "is held outside (a hook that collects?). Gradients of this call are right, but "
-                "summed in another order"
-            )
+            self.note_once(GRAPH_IS_SHARED)
         return joined(record, parted, call, self.ledger)
 
     def _can_run_again(self, error: RuntimeError, record: Record | None) -> bool:
@@ -297,24 +300,24 @@ class Unit:
         if self.ledger.after_forward is not None:
             self.ledger.after_forward(record)
         starts_evicted = not self.starts_held and record.pinned is None
-        if starts_evicted and (first or self.unmeasured or awaited):
+        lets_go = starts_evicted and (first or self.unmeasured or awaited)
+        if first:
+            self.ledger.waiting.add(record, functools.partial(self._settle, lets_go=lets_go))
+        else:
+            self._let_go(record, lets_go=lets_go)
+
+    def _settle(self, record: Record, *, lets_go: bool) -> None:
+        """Ends a first call when the next begins: by now its input may have been changed."""
+        if not self._reused_inputs.learn(record):
+            self._let_go(record, lets_go=lets_go)
+        elif lets_go:
+            self.note_once(INPUT_IS_REUSED)
+
+    def _let_go(self, record: Record, *, lets_go: bool) -> None:
+        if lets_go:
             record.let_go()
         if self.stash is not None:
-            self._move(record, self.stash)
-
-    def _move(self, record: Record, stash: Stash) -> None:
-        try:
-            if record.held:
-                record.move(stash)
-            elif not record.arguments.mutated_positions():
-                record.move_inputs(stash)
-            return
-        except RuntimeError as error:
-            if not isinstance(error, StashError) and not is_out_of_memory(error):
-                raise
-            self.note_once(f"its tensors stay, since they could not be moved: {error}")
-        # outside `except`: what is recomputed instead needs no place
-        record.evict()
+            move_away(record, self.stash, self.note_once)
 
     @property
     def _awaits_check(self) -> bool:
@@ -373,15 +376,8 @@ class Unit:
     def _take_note_of(self, hidden: HiddenStash) -> None:
         self.graphless = hidden.is_closed
         figures = {"hidden": hidden.hidden_bytes, "declared": hidden.declared_bytes}
-        remedy = "it is recomputed without a graph"
-        if not hidden.is_closed:
-            remedy = "it cannot be let go, since gradients flow to tensors from elsewhere"
-        text = (
-            f"its graph holds {hidden.hidden_bytes:,} bytes that it does not save "
-            f"(and saves {hidden.declared_bytes:,}); where it does not start in memory {remedy}"
-        )
-        _log.info("unit %r: %s", self.name, text)
-        self.tell("hidden_stash", text, figures)
+        _log.info("unit %r: %s", self.name, hidden.text)
+        self.tell("hidden_stash", hidden.text, figures)
 
     def _refuse(self, record: Record, objection: str) -> None:
         reason = objection.rstrip(".")

@@ -11,6 +11,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from rematic.policy import (
+    Action,
+    Keep,
+    Offload,
+    Plan,
+    Recompute,
+    RecomputeOffload,
+    Selective,
+)
 from tests.activations.blocks import WIDTH, make_input
 from tests.activations.parity import Outcome, attached, differences, read_outcome
 
@@ -106,6 +115,10 @@ def make(programs: Sequence[Sequence[tuple[str, int]]]) -> Graph:
     return Graph(programs)
 
 
+ACTIONS: tuple[Action, ...] = (
+    *(Keep(), Recompute(), Selective(), Selective(save=("add", "mul", "matmul[1]"))),
+    *(Offload(), RecomputeOffload()),
+)
 program = st.lists(
     st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9)), min_size=1, max_size=8
 )
@@ -114,16 +127,17 @@ program = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(
     programs=st.lists(program, min_size=3, max_size=3),
-    kept=st.lists(st.booleans(), min_size=3, max_size=3),
+    actions=st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=3),
     evicted=st.integers(0, 2000),
     leaf_input=st.booleans(),
 )
 def test_random_units_have_the_bits_of_the_plain_ones(
-    programs: list[list[tuple[str, int]]], kept: list[bool], evicted: int, leaf_input: bool
+    programs: list[list[tuple[str, int]]], actions: list[Action], evicted: int, leaf_input: bool
 ) -> None:
     plain = run(make(programs), leaf_input=leaf_input, before_backward=lambda: None)
     graph = make(programs)
-    with attached(graph, kept=kept) as engine:
+    with attached(graph) as engine:
+        engine.apply(Plan(actions=tuple(actions)))
         found = run(
             graph,
             leaf_input=leaf_input,
