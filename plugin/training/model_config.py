@@ -103,7 +103,7 @@ def name_source(model: ModelConfig) -> str:
 def cannot_load(what: str, model: ModelConfig, error: Exception) -> str:
     """Text of the error for something that comes with the weights and cannot be loaded."""
     text = " ".join(str(error).split())[:400]
-    if "trust_remote_code" in text:
+    if "trust_remote_code" in str(error):
         remedy = "where you trust that code, write model.trust_remote_code: true"
     elif model.id is not None:
         remedy = (

@@ -26,11 +26,11 @@ def read_parquet(file: Path, name: str, data: DataConfig) -> Iterator[Document]:
         known = set(opened.schema_arrow.names)
         columns = [column for column in _columns(data) if column in known]
         # with none of them, one row tells which columns there are
-        batches = opened.iter_batches(columns=columns or None)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from _documents(rows, data, name=name, where=str(file))
-    except OSError as error:  # pyarrow's errors of a file are among them
+        table = opened.read(columns=columns or None)
+    except Exception as error:  # pyarrow's errors are of several kinds
         raise ValueError(f"{file} cannot be read as Parquet ({error}); write it anew") from error
+    rows = (row for batch in table.to_batches() for row in batch.to_pylist())
+    yield from _documents(rows, data, name=name, where=str(file))
 
 
 def read_dataset(
