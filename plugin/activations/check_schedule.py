@@ -16,12 +16,16 @@ class CheckSchedule:
         self._num_calls = 0
         self._looked_at = 1
         self._next_look = _SECOND_LOOK
+        self.holds = True
+        """Whether calls that are checked stay in memory until they have ended; not those of later
+        looks, which would take more memory than their step was planned to take."""
 
     def begin_call(self, training: bool) -> None:
         """Takes note of a call, which may be the first to change what lies outside."""
         self._num_calls += 1
         if self._num_calls >= self._next_look and training in self._passed:
             self._next_look = 4 * self._num_calls
+            self.holds = False
             self.forget(training)
             self._surveyed.discard(training)
 

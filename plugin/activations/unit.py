@@ -157,7 +157,8 @@ class Unit:
         self._meet_new_hooks()
         self._schedule.begin_call(self.module.training)
         surroundings = self._surroundings(recorded) if not filled_cache else None
-        held = self.starts_held or self.unmeasured or self._is_first_call or self._awaits_check
+        awaits = self._awaits_check and self._schedule.holds
+        held = self.starts_held or self.unmeasured or self._is_first_call or awaits
         if self._reused_inputs and not self.starts_held:
             recorded = self._reused_inputs.copied(recorded)
         last_tries = LastTries(1)
@@ -301,7 +302,7 @@ class Unit:
             self.ledger.after_forward(record)
         starts_evicted = not self.starts_held and record.pinned is None
         lets_go = starts_evicted and (first or self.unmeasured or awaited)
-        if first:
+        if first and not self.unmeasured:  # planning measures a step that lets go at once
             self.ledger.waiting.add(record, functools.partial(self._settle, lets_go=lets_go))
         else:
             self._let_go(record, lets_go=lets_go)
