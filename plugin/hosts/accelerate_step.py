@@ -70,6 +70,7 @@ class RecoverableCall:
         self._state = state
         self._accelerator = accelerator
         self._obstacle = obstacle
+        self._place: int | None = None
         self._reduction = reduction
 
     def run(
@@ -91,7 +92,7 @@ class RecoverableCall:
         Raises:
             StepOutOfMemoryError: If nothing that is allowed helps; all is as before.
         """
-        place = place_of_batch(fn, args)
+        self._place = place = place_of_batch(fn, args)
         batch = next(iter(kwargs.values()), None) if place is None else args[place]
         self._session.begin_step(batch)
         try:
@@ -107,7 +108,7 @@ class RecoverableCall:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401 - whatever the user's step returns
         step = SessionStep(self._session)
-        place = place_of_batch(fn, args)
+        place = self._place
         max_parts = 1 if place is None else step.parts_allowed(args[place], self._reduction)
         recovery = self._session.recovery((args, kwargs), max_parts=max_parts)
         exchanged: ExchangedOnce | None = None
@@ -152,7 +153,7 @@ class RecoverableCall:
         *,
         num_parts: int,
     ) -> torch.Tensor | None:
-        place = place_of_batch(fn, args)
+        place = self._place
         assert self._reduction is not None
         assert place is not None
 

@@ -73,6 +73,7 @@ class ModuleSnapshot:
     ) -> None:
         self._changing = changing
         self._skipped = skipped | {"forward"}  # hosts exchange it around a call
+        self._passed_over = OF_EVERY_MODULE | self._skipped
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dictionaries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -94,9 +95,12 @@ class ModuleSnapshot:
         for name, buffer in values["_buffers"].items():
             if buffer is not None:
                 self._read_tensor(buffer, name, position)
+        passed_over = self._passed_over
         for name, value in values.items():
+            if name in passed_over:  # first: it is what most of them are
+                continue
             kind = type(value)
-            if kind in _PLAIN or name in OF_EVERY_MODULE or name in self._skipped:
+            if kind in _PLAIN:
                 continue
             if kind in CONTAINERS:
                 self._containers.append((value, copied(value)))
