@@ -27,6 +27,7 @@ from rematic.hosts.lightning_recovery import (
     save_emergency_checkpoint,
 )
 from rematic.hosts.progress_figures import progress_figures
+from rematic.hosts.step_figures import StepFigures
 from rematic.journal import EventSink
 from rematic.memory import HostProbe, Probe, is_out_of_memory
 from rematic.memory.storages import storages_of
@@ -65,6 +66,8 @@ class LightningDriver:
             batch_shape=batch_shape or default_batch_shape,
             journal=journal,
         )
+        self._figures = StepFigures()
+        self._last_logged = 0
         self._makes_probe = probe is None or isinstance(probe, str)
         self._module: pl.LightningModule | None = None
         self._log: InstanceMethod | None = None
@@ -108,6 +111,7 @@ class LightningDriver:
         session.at_stop = functools.partial(save_emergency_checkpoint, module.trainer)
         self.session = session
         self._module = module
+        self._figures, self._last_logged = StepFigures(), module.trainer.global_step
         self._log = InstanceMethod(module, "log", _log_once)
         bar = module.trainer.progress_bar_callback
         if bar is not None:
@@ -148,6 +152,7 @@ class LightningDriver:
         if self.session is None or self._module is None:
             return step(*args, **kwargs)
         self._cover(optimizers)
+        self._log_figures(self._module.trainer)
         self.session.begin_step(args[0] if args else kwargs.get("batch"))
         self._is_open = True
         try:
@@ -232,8 +237,19 @@ class LightningDriver:
         assert self._recovery is not None
         self._is_open = False
         self._recovery.commit()
-        self._recovery = None
-        self.session.end_step()
+        step_retries, self._recovery = self._recovery.num_retries, None
+        self._figures.add(self.session.end_step(), step_retries=step_retries)
+
+    def _log_figures(self, trainer: pl.Trainer) -> None:
+        """Gives loggers the figures of the steps so far, as often as they get the user's."""
+        every: int = getattr(trainer, "log_every_n_steps", 0)  # set late, so not declared
+        step = trainer.global_step
+        if not trainer.loggers or every < 1 or step // every <= self._last_logged // every:
+            return
+        self._last_logged = step
+        figures = self._figures.take()
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=step - 1)  # steps of a logger count from 0
 
     def _precision_plugin(self) -> Precision:
         assert self._module is not None

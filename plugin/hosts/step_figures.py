@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rematic.step_record import StepRecord
 
 PREFIX = "rematic/"
 """Before the name of every figure, so that none hides one of the user's."""
+
+
+LEVELS = {"keep": 0, "selective": 1, "tile": 1, "recompute": 2}
+"""How much of a unit's activations an action gives up; every other one moves or loses them."""
+
+HIGHEST_LEVEL = 3
+
+
+def policy_level(plan: Mapping[str, int]) -> float:
+    """Returns the mean level of the units: 0 where all are kept, 2 where all are recomputed.
+
+    Args:
+        plan: Number of units by action.
+    """
+    levels = [LEVELS.get(action, HIGHEST_LEVEL) * number for action, number in plan.items()]
+    return sum(levels) / max(1, sum(plan.values()))
 
 
 @dataclass(kw_only=True)
@@ -48,6 +65,7 @@ class StepFigures:
             known = [v for v in (getattr(r, name) for r in records) if v is not None]
             if known:
                 figures[name] = max(known)
+        figures["policy_level"] = policy_level(records[-1].plan)
         for action, num_units in records[-1].plan.items():
             figures[f"units/{action}"] = num_units
         return {PREFIX + name: value for name, value in figures.items()}

@@ -151,6 +151,9 @@ class Fitted:
     session: rematic.Session | None
     generator: Tensor
     logged: list[tuple[int | None, dict[str, float]]]
+    """What the user logged."""
+    figures: list[tuple[int | None, dict[str, float]]]
+    """What rematic did."""
     hooks: Counter[str]
 
     def visible(self) -> dict[str, Any]:
@@ -235,14 +238,20 @@ class Runner:
         loader = None if brings_data else loader_of_batches()
         trainer.fit(module, loader, loader if validation else None, ckpt_path=ckpt_path)
         notes = trainer.logger.metrics if isinstance(trainer.logger, Notes) else []
+        logged = [(step, {k: float(v) for k, v in m.items()}) for step, m in notes]
         return Fitted(
             module=module,
             trainer=trainer,
             session=session_of(trainer),
             generator=torch.get_rng_state(),
-            logged=[(step, {k: float(v) for k, v in m.items()}) for step, m in notes],
+            logged=[(step, m) for step, m in logged if not _is_ours(m)],
+            figures=[(step, m) for step, m in logged if _is_ours(m)],
             hooks=next(c.counts for c in trainer.callbacks if isinstance(c, Hooks)),
         )
+
+
+def _is_ours(metrics: dict[str, float]) -> bool:
+    return bool(metrics) and all(name.startswith("rematic/") for name in metrics)
 
 
 def session_of(trainer: pl.Trainer) -> rematic.Session | None:

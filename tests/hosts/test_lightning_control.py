@@ -62,3 +62,23 @@ def test_a_stop_leaves_a_checkpoint_between_batches(
         Net, ckpt_path=path, **runner.entry(entry, recipe=recipe(), policy="recompute+offload")
     )
     assert resumed.trainer.global_step == plain.trainer.global_step == 14
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_loggers_get_the_figures_as_often_as_the_users(runner: Runner, entry: str) -> None:
+    journal = Recorded()
+    arguments = {"recipe": recipe(), "policy": "recompute", "journal": journal}
+    fitted = runner.fit(
+        Net,
+        accumulate_grad_batches=2,
+        log_every_n_steps=3,
+        **runner.entry(entry, **arguments),
+    )
+    steps = [event for event in journal.events if event["event"] == "step"]
+    assert [step for step, _ in fitted.figures] == [2, 5]
+    first = fitted.figures[0][1]
+    assert first["rematic/steps"] == 6
+    assert first["rematic/seconds"] == sum(step["seconds"] for step in steps[:6])
+    assert first["rematic/policy_level"] == 2
+    assert first["rematic/peak_bytes"] == max(step["peak_bytes"] for step in steps[:6])
+    assert fitted.logged == runner.fit(Net, accumulate_grad_batches=2, log_every_n_steps=3).logged
