@@ -18,6 +18,7 @@ from rematic.planner import (
     Problem,
     Proposal,
     StepCosts,
+    kept_seconds,
     length_of_bucket,
     problem_of,
     propose,
@@ -89,6 +90,8 @@ class KindPlans:
 
     _pace: Pace | None = None
     _plans: dict[Key, _Made] = field(default_factory=dict)
+    _keep_seconds: dict[int, float] = field(default_factory=dict)
+    """On paper, by the longest length of a bucket."""
 
     def take(self, profile: StepProfile, pace: Pace) -> None:
         """Takes up a profile if it tells what the sample rose by.
@@ -119,6 +122,7 @@ class KindPlans:
         self.is_refused = True
         self.profile = None
         self._plans.clear()
+        self._keep_seconds.clear()
 
     def propose(
         self,
@@ -155,6 +159,26 @@ class KindPlans:
             costs=costs, problem=problem, proposal=proposal, room_bytes=room_bytes
         )
         return proposal
+
+    def keep_seconds(self, shape: BatchShape) -> float | None:
+        """Returns the time of a step with everything kept, by the speed of the steps so far.
+
+        None while there is no model, or too few of its steps were timed.
+
+        Args:
+            shape: The batch.
+        """
+        speed = self.errors.measured_speed
+        if self.profile is None or self._pace is None or speed is None:
+            return None
+        length = length_of_bucket(shape.length)
+        if length not in self._keep_seconds:
+            try:
+                costs = self.profile.costs_at(batch=shape.batch, length=length, padded=shape.padded)
+            except ValueError:  # a shape that was not traced
+                return None
+            self._keep_seconds[length] = kept_seconds(costs, self._pace)
+        return speed * self._keep_seconds[length] * shape.length / length
 
     def learn_peak(self, proposal: Proposal, *, key: Key, rise_bytes: int, exact: bool) -> None:
         """Takes note of how far a planned step rose; its plan is made again if that was far off.

@@ -103,8 +103,10 @@ class ModelPlanner:
             batch: The batch, read for what it holds.
         """
         self._open = None
-        if self._is_off or not control.is_pressed(decision, request):
+        if self._is_off:
             return decision
+        if not control.is_pressed(decision, request):
+            return self._with_keep_seconds(decision, shape, batch, request)
         kind = self._kind_of(shape, batch, request)
         if kind is None:
             return decision
@@ -117,8 +119,21 @@ class ModelPlanner:
                 request, [unit.pinned is not None for unit in self._engine.units]
             ),
         )
-        self._open = self._answered(question, self._kinds.setdefault(kind, KindPlans()))
-        return self._open.decision
+        plans = self._kinds.setdefault(kind, KindPlans())
+        self._open = self._answered(question, plans)
+        decision = _timed(self._open.decision, plans, shape)
+        self._open = replace(self._open, decision=decision)
+        return decision
+
+    def _with_keep_seconds(
+        self, decision: StepDecision, shape: BatchShape, batch: object, request: StepRequest
+    ) -> StepDecision:
+        """Adds what a model that is known already says of the step with everything kept."""
+        if not self._kinds:
+            return decision
+        kind = self._kind_of(shape, batch, request)
+        plans = None if kind is None else self._kinds.get(kind)
+        return decision if plans is None else _timed(decision, plans, shape)
 
     def learn(
         self,
@@ -272,6 +287,11 @@ class ModelPlanner:
 
 
 _MOVING = (RecomputeOffload, Offload)
+
+
+def _timed(decision: StepDecision, plans: KindPlans, shape: BatchShape) -> StepDecision:
+    seconds = plans.keep_seconds(shape)
+    return decision if seconds is None else replace(decision, keep_seconds=seconds)
 
 
 def _check_units(profile: StepProfile, engine: Engine) -> None:

@@ -150,6 +150,7 @@ class OpenStep:
             reason=self.decision.reason,
             planned_by=self.decision.planned_by,
             predicted_seconds=self.decision.predicted_seconds,
+            keep_seconds=self.decision.keep_seconds,
         )
 
     def _was_guessed(self) -> bool:

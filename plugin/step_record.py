@@ -88,6 +88,9 @@ class StepRecord:
     predicted_seconds: float | None
     """Time expected of it; None where the plan was made from measurements."""
 
+    keep_seconds: float | None = None
+    """Time expected with everything kept; None where no model of the step knows."""
+
     def to_event(self) -> dict[str, Any]:
         """Returns the step as an event of the journal, in plain types."""
         before, after = dict(vars(self.before)), dict(vars(self.after))

@@ -14,11 +14,13 @@ from rematic.control.controller_state import (
     Lengths,
     entered,
 )
+from rematic.control.drift import drifted
 from rematic.control.gates import Gate, Trial, failed, judge, ooms_gate
 from rematic.control.goals import ControlRules
 from rematic.control.observation import Observation
 from rematic.control.risk import (
     TREND_STEPS,
+    WARM_UP_STEPS,
     Risk,
     RiskState,
     Verdict,
@@ -72,6 +74,9 @@ def decide(
     samples = state.samples
     if risk.verdict != "spill":  # what is paged out is no baseline
         samples = with_sample(samples, seen.policy, sample)
+    drift, drift_gates = drifted(
+        state.drift, seen, num_retries=failures + _new_alloc_retries(state, risk_state)
+    )
     state = ControllerState(
         seen.policy,
         seen.depth,
@@ -84,9 +89,12 @@ def decide(
         samples,
         _lengths(state.lengths, seen, rules.pace.cool_down_steps),
         None if trial is None else _tried(trial, seen, sample),
-        *state[11:],  # three times as fast as `_replace`, in what every step does
+        drift,
+        *state[12:],  # three times as fast as `_replace`, in what every step does
     )
-    plain = Decision(risk, settled, armed=settled not in _QUIET)
+    plain = Decision(risk, settled, armed=settled not in _QUIET or drift.is_wary)
+    if drift_gates and failed(drift_gates):
+        return _reopen(state, seen, rules, plain._replace(gates=drift_gates))
     if is_quiet and trial is None and not state.left:
         return state, plain
     return _act(state, seen, rules, plain)
@@ -104,6 +112,25 @@ def _new_ooms(state: ControllerState, seen: Observation) -> int:
     if seen.num_ooms is None or state.num_ooms is None:
         return 0
     return max(0, seen.num_ooms - state.num_ooms)
+
+
+def _new_alloc_retries(state: ControllerState, after: RiskState) -> int:
+    before, now = state.risk.num_alloc_retries, after.num_alloc_retries
+    if before is None or now is None or state.risk.num_steps < WARM_UP_STEPS:
+        return 0
+    return max(0, now - before)
+
+
+def _reopen(
+    state: ControllerState, seen: Observation, rules: ControlRules, plain: Decision
+) -> tuple[ControllerState, Decision]:
+    """Puts the policy on probation again: what it was judged by is no longer so."""
+    names = ", ".join(gate.name for gate in failed(plain.gates))
+    plain = plain._replace(rule=f"what {seen.policy} was judged by has changed ({names})")
+    judged = state.judged
+    if state.trial is None and judged is not None and rules.adapt and not seen.pinned:
+        state = state._replace(trial=judged, judged=None)
+    return state, plain
 
 
 def _lengths(lengths: Lengths, seen: Observation, stretch_steps: int) -> Lengths:
@@ -177,6 +204,7 @@ def _end_trial(
     state = state._replace(trial=None)
     if not missed:
         rule = f"{trial.policy} has met its goals"
+        state = state._replace(judged=trial._replace(samples=(), loss_difference=None))
         return state, plain._replace(rule=rule, gates=gates)
     why = ", ".join(gate.name for gate in missed)
     buckets = {length_bucket(sample.length) for sample in trial.samples}

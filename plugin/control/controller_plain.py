@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rematic.control.controller_state import ControllerState, Decision, Lengths
+from rematic.control.drift import Drift, Stretch
 from rematic.control.gates import Gate, Trial
 from rematic.control.goals import ControlRules, Goals, Pace
 from rematic.control.risk import RiskState
@@ -25,6 +26,8 @@ def controller_to_plain(state: ControllerState) -> dict[str, Any]:
             for (policy, bucket), kept in state.samples.items()
         ],
         "trial": None if trial is None else _trial_to_plain(trial),
+        "judged": None if state.judged is None else _trial_to_plain(state.judged),
+        "drift": _drift_to_plain(state.drift),
         "quarantine": [[*key, why] for key, why in state.quarantine.items()],
     }
 
@@ -36,7 +39,7 @@ def controller_from_plain(plain: Mapping[str, Any]) -> ControllerState:
         for name, value in plain.items()
         if name not in _OWN
     }
-    trial = plain["trial"]
+    trial, judged = plain["trial"], plain.get("judged")
     return ControllerState(
         **simple,
         risk=RiskState(*plain["risk"]),
@@ -46,11 +49,13 @@ def controller_from_plain(plain: Mapping[str, Any]) -> ControllerState:
             for policy, bucket, kept in plain["samples"]
         },
         trial=None if trial is None else _trial_from_plain(trial),
+        judged=None if judged is None else _trial_from_plain(judged),
+        drift=_drift_from_plain(plain["drift"]) if "drift" in plain else Drift(),
         quarantine={(policy, bucket): why for policy, bucket, why in plain["quarantine"]},
     )
 
 
-_OWN = frozenset({"risk", "lengths", "samples", "trial", "quarantine"})
+_OWN = frozenset({"risk", "lengths", "samples", "trial", "judged", "drift", "quarantine"})
 """Fields with a form of their own."""
 
 
@@ -64,6 +69,18 @@ def _trial_to_plain(trial: Trial) -> dict[str, Any]:
 
 def _trial_from_plain(plain: Mapping[str, Any]) -> Trial:
     return Trial(**{**plain, "samples": tuple(Sample(*sample) for sample in plain["samples"])})
+
+
+def _drift_to_plain(drift: Drift) -> dict[str, Any]:
+    baseline = None if drift.baseline is None else list(drift.baseline)
+    return {"baseline": baseline, "now": list(drift.now), "is_wary": drift.is_wary}
+
+
+def _drift_from_plain(plain: Mapping[str, Any]) -> Drift:
+    baseline = plain["baseline"]
+    return Drift(
+        None if baseline is None else Stretch(*baseline), Stretch(*plain["now"]), plain["is_wary"]
+    )
 
 
 def rules_to_plain(rules: ControlRules) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from rematic.control.change import Rejected
+from rematic.control.drift import Drift
 from rematic.control.gates import Gate, Trial
 from rematic.control.observation import Observation
 from rematic.control.risk import OK, Evidence, Risk, RiskState, Verdict
@@ -79,6 +80,10 @@ class ControllerState(NamedTuple):
     """How long batches are."""
     trial: Trial | None = None
     """The probation that runs."""
+    drift: Drift = Drift()
+    """How steps under the policy look."""
+    judged: Trial | None = None
+    """The last probation of the policy in force, which has met its goals; without its steps."""
     awaited: str | None = None
     """A policy that was decided on and is not yet in force."""
     awaited_change: Change = "none"
@@ -121,7 +126,7 @@ def entered(state: ControllerState, seen: Observation) -> ControllerState:
         seen: The step.
     """
     if seen.pinned:
-        state = state._replace(trial=None, left=(), awaited=None)
+        state = state._replace(trial=None, judged=None, left=(), awaited=None)
     if state.policy is None or (seen.policy == state.policy and seen.depth == state.depth):
         return state._replace(policy=seen.policy, depth=seen.depth)
     old, is_ours = state.policy, seen.policy == state.awaited
@@ -139,6 +144,8 @@ def entered(state: ControllerState, seen: Observation) -> ControllerState:
         depth=seen.depth,
         samples=only(state.samples, {seen.policy, old, *left}),
         trial=_trial(state, seen, old, for_memory=is_ours) if is_tried else None,
+        drift=Drift(),
+        judged=None,
         awaited=None,
         left=left,
         returned=state.returned or (comes_back and state.awaited_change == "switch"),

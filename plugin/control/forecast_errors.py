@@ -66,6 +66,11 @@ class ForecastErrors:
         """Whether predictions are near enough to plan by them."""
         return not self.shares or median(map(abs, self.shares[-5:])) <= DISTRUSTED_SHARE
 
+    @property
+    def measured_speed(self) -> float | None:
+        """Seconds measured as multiples of those on paper; None after a few steps only."""
+        return median(self.speeds) if len(self.speeds) >= NUM_SPEEDS else None
+
     def with_peak(self, *, predicted_bytes: int, read_bytes: int, exact: bool) -> ForecastErrors:
         """Returns the errors with one more step.
 

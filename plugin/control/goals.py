@@ -13,7 +13,8 @@ class Goals:
     """Least share of the limit that stays free at the highest peak."""
 
     slowdown_max: float = 2.0
-    """Most seconds per token, as a multiple of the previous policy's at the same lengths."""
+    """Most seconds per token, as a multiple of those with everything kept, as the planner expects
+    them at the same lengths; where it does not know, of the previous policy's."""
 
     loss_tolerance: float | None = None
     """Largest relative difference between the losses of one batch under both policies; None to run

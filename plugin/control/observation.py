@@ -69,6 +69,12 @@ class Observation(NamedTuple):
     loss_difference: float | None = None
     """Relative difference of this batch's losses under the previous policy and this one."""
 
+    predicted_peak_bytes: int | None = None
+    """Highest bytes in use that were expected of the step."""
+
+    keep_seconds: float | None = None
+    """What the planner expects forward and backward to take with everything kept."""
+
     @property
     def demand_bytes(self) -> int | None:
         """What the step would have held at once, had nothing been evicted (at most)."""
@@ -104,4 +110,6 @@ def observe(event: Mapping[str, Any]) -> Observation:
         num_alloc_retries=after.get("num_alloc_retries"),
         num_ooms=after.get("num_ooms"),
         loss_difference=event.get("loss_difference"),
+        predicted_peak_bytes=event.get("predicted_peak_bytes"),
+        keep_seconds=event.get("keep_seconds"),
     )

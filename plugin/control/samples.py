@@ -33,6 +33,8 @@ class Sample(NamedTuple):
     """Allocations that failed and were answered."""
     resident_bytes: int
     """Bytes in use between steps, whatever the batch; 0 if unknown."""
+    keep_seconds: float | None = None
+    """What the planner expected with everything kept; None where it did not know."""
 
 
 Samples = Mapping[tuple[str, int], tuple[Sample, ...]]
@@ -51,6 +53,7 @@ def sample_of(seen: Observation, *, num_failures: int) -> Sample:
         headroom,
         num_failures,
         seen.in_use_bytes or 0,
+        seen.keep_seconds,
     )
 
 
@@ -96,6 +99,19 @@ def slowdown(found: Iterable[Sample], samples: Samples, policy: str) -> tuple[fl
         return None
     baseline = statistics.median(known for _, known in pairs)
     return baseline * statistics.median(rate / known for rate, known in pairs), baseline
+
+
+def slowdown_of_keep(found: Iterable[Sample]) -> tuple[float, float] | None:
+    """Returns the median seconds per token of samples, and the planner's with everything kept.
+
+    Both at the same lengths: the first value is the second times the median of the ratios. None if
+    the planner knew none of the steps.
+    """
+    known = [(s, s.keep_seconds) for s in found if s.keep_seconds]
+    if not known:
+        return None
+    baseline = statistics.median(seconds / max(s.tokens, 1) for s, seconds in known)
+    return baseline * statistics.median(s.seconds / seconds for s, seconds in known), baseline
 
 
 def relief(found: Iterable[Sample], samples: Samples, policy: str) -> tuple[float, float] | None:

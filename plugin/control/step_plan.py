@@ -169,6 +169,9 @@ class StepDecision:
     predicted_seconds: float | None = None
     """Time of forward and backward; None where the plan was made from measurements."""
 
+    keep_seconds: float | None = None
+    """Time of forward and backward with everything kept; None where no model of the step knows."""
+
 
 def plan_step(costs: Costs, request: StepRequest) -> StepDecision:
     """Decides which units start in memory: the last ones, as many as the budget allows.

@@ -8,6 +8,7 @@ from rematic.planner.forecast import Forecast as Forecast
 from rematic.planner.forecast import PolicyForecast as PolicyForecast
 from rematic.planner.forecast import Terms as Terms
 from rematic.planner.forecast import forecast_step as forecast_step
+from rematic.planner.forecast import kept_seconds as kept_seconds
 from rematic.planner.forecast import longest_length as longest_length
 from rematic.planner.frontier import LOSSLESS as LOSSLESS
 from rematic.planner.frontier import Pace as Pace

@@ -143,7 +143,7 @@ def forecast_step(costs: StepCosts, pace: Pace, terms: Terms) -> Forecast:
         pace: How fast the device is.
         terms: What a plan has to keep to.
     """
-    kept_seconds = forward_seconds(costs, pace) * (1 + BACKWARD_FORWARDS)
+    without_plan = kept_seconds(costs, pace)
     rows = []
     for name, choose in POLICIES.items():
         problem, assignment = choose(costs, pace, terms)
@@ -152,7 +152,7 @@ def forecast_step(costs: StepCosts, pace: Pace, terms: Terms) -> Forecast:
                 name,
                 problem,
                 assignment,
-                kept_seconds=kept_seconds,
+                kept_seconds=without_plan,
                 budget_bytes=terms.budget_bytes,
             )
         )
@@ -178,6 +178,11 @@ def forward_seconds(costs: StepCosts, pace: Pace) -> float:
         by_class = [max(seconds, pace.replay_seconds) for seconds in by_class]
     around = sum(pace.op_seconds(op) for op in costs.around_ops)
     return around + sum(by_class[i] for i in costs.unit_classes)
+
+
+def kept_seconds(costs: StepCosts, pace: Pace) -> float:
+    """Returns the time of forward and backward with everything kept."""
+    return forward_seconds(costs, pace) * (1 + BACKWARD_FORWARDS)
 
 
 def longest_length(

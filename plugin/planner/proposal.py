@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rematic.planner.forecast import BACKWARD_FORWARDS, forward_seconds
+from rematic.planner.forecast import kept_seconds
 from rematic.planner.frontier import Pace
 from rematic.planner.problem import Peak, Problem, intervals_of
 from rematic.planner.solve import solve
@@ -62,12 +62,11 @@ def propose(costs: StepCosts, problem: Problem, pace: Pace, *, room_bytes: int) 
     """
     solution = solve(problem, budget_bytes=problem.fixed.total + max(0, room_bytes))
     intervals = tuple(intervals_of(problem, solution.assignment))
-    kept_seconds = forward_seconds(costs, pace) * (1 + BACKWARD_FORWARDS)
     return Proposal(
         plan=Plan(actions=tuple(_by_group(action) for action in solution.plan.actions)),
         peak_bytes=solution.peak.total - problem.fixed.total,
         rise_after_bytes=_rises(intervals),
-        seconds=kept_seconds + solution.seconds,
+        seconds=kept_seconds(costs, pace) + solution.seconds,
         extra_seconds=solution.seconds,
         fits=solution.fits and room_bytes >= 0,
     )

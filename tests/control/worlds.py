@@ -91,8 +91,11 @@ class World:
             elif decision.change == "rollback":
                 missed = "+".join(gate.name for gate in decision.gates if gate.passed is False)
                 told.append(f"{seen.step} back to {decision.policy} for {missed}")
-            elif decision.gates:
+            elif decision.gates and decision.rule.endswith("has met its goals"):
                 told.append(f"{seen.step} {seen.policy} met its goals")
+            elif decision.gates:
+                missed = "+".join(gate.name for gate in decision.gates if gate.passed is False)
+                told.append(f"{seen.step} drift of {missed}")
             if decision.release:
                 told.append(f"{seen.step} release")
             if decision.person:
