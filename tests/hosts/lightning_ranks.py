@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,16 @@ class FSDPOnCPU(FSDPStrategy):
 
 
 def fit(strategy: Strategy, rank: int, **options: Any) -> tuple[Net, pl.Trainer]:
-    accumulate = options.pop("accumulate", 1)
+    accumulate, epochs = options.pop("accumulate", 1), options.pop("epochs", 1)
+    callbacks, path = options.pop("callbacks", []), options.pop("ckpt_path", None)
     torch.manual_seed(0)
     module = Net(**options)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=2,
-        max_epochs=1,
+        max_epochs=epochs,
+        callbacks=callbacks,
         accumulate_grad_batches=accumulate,
         use_distributed_sampler=False,
         logger=False,
@@ -117,7 +120,7 @@ def fit(strategy: Strategy, rank: int, **options: Any) -> tuple[Net, pl.Trainer]
         rank = 0  # ranks of one tensor share their data
     torch.manual_seed(10 + rank)
     batches = [torch.randn(2 + i + 3 * rank, WIDTH) for i in range(NUM_BATCHES)]
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=path)
     return module, trainer
 
 
@@ -164,6 +167,58 @@ def compare(
     print(json.dumps(line), flush=True)
 
 
+class AsksOnce(pl.Callback):
+    """Asks for another policy on one rank, in the middle of an accumulation."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.policies: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        session = trainer.strategy.session
+        if session.num_steps == 3 and self.rank == 1:
+            session.switch("recompute")
+        self.policies.append(session.policy.name)
+
+
+def switched(name: str, plain: Make, ours: Make, rank: int, **options: Any) -> None:
+    """A fit in which one rank asks for a switch, against a plain one."""
+    options |= {"accumulate": 2, "epochs": 3}
+    wanted = weights(*fit(plain(process_group_backend="gloo"), rank, **options))
+    strategy = ours(recipe=TRUSTING, policy="keep", process_group_backend="gloo")
+    asking = AsksOnce(rank)
+    found = weights(*fit(strategy, rank, callbacks=[asking], **options))
+    same = all(torch.equal(found[key], wanted[key]) for key in wanted)
+    print(json.dumps({"kind": name, "same": same, "policies": asking.policies}), flush=True)
+
+
+def checkpoints(name: str, plain: Make, ours: Make, rank: int, **options: Any) -> None:
+    """Saves by both and resumes by both, each in a folder of all ranks."""
+
+    def make(which: str) -> Strategy:
+        if which == "plain":
+            return plain(process_group_backend="gloo")
+        return ours(recipe=TRUSTING, policy="recompute", process_group_backend="gloo")
+
+    ends: dict[str, dict[str, Tensor]] = {}
+    steps = {}
+    for saves in ("plain", "ours"):
+        _, trainer = fit(make(saves), rank, **options)
+        path = Path(os.environ["CHECKPOINTS"], f"{name} {saves}".replace(" ", "-"))
+        trainer.save_checkpoint(path)
+        for loads in ("plain", "ours"):
+            strategy = make(loads)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*weights_only.*|.*rematic.*")
+                pair = fit(strategy, rank, epochs=2, ckpt_path=path, **options)
+            ends[f"{saves} to {loads}"] = weights(*pair)
+            if loads == "ours":
+                steps[saves] = strategy.session.num_steps
+    first = ends.pop("plain to plain")
+    same = [pair for pair, end in ends.items() if all(torch.equal(end[k], first[k]) for k in first)]
+    print(json.dumps({"kind": name, "same": same, "steps": steps}), flush=True)
+
+
 def refused(name: str, strategy: Strategy, rank: int, **options: Any) -> None:
     try:
         fit(strategy, rank, **options)
@@ -203,6 +258,10 @@ def main(port: str, rank: int) -> None:
     ours = rematic.RecomputeModelParallelStrategy
     compare("fsdp2", two, ours, rank, shards="blocks")
     compare("fsdp2 accumulating", two, ours, rank, shards="blocks", accumulate=2)
+    switched("ddp switched", *ddp, rank)
+    switched("fsdp2 switched", two, ours, rank, shards="blocks")
+    checkpoints("ddp checkpoints", *ddp, rank)
+    checkpoints("fsdp2 checkpoints", two, ours, rank, shards="blocks")
     refused(
         "inside",
         ours(policy="recompute", process_group_backend="gloo"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ NAMES = {
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, dict[str, Any]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """What each of two ranks printed, by kind of fit."""
+    os.environ["CHECKPOINTS"] = str(tmp_path_factory.mktemp("checkpoints"))
     outputs = run_ranks("tests.hosts.lightning_ranks", seconds=240)
     lines = [[json.loads(x) for x in o.splitlines() if x.startswith("{")] for o in outputs]
     return [{line["kind"]: line for line in of_rank} for of_rank in lines]
@@ -44,6 +46,26 @@ def test_ranks_with_different_policies_end_as_the_plain_fit(ranks: Any, kind: st
     assert keeps["replays"] == [0, 0, 0]
     assert recomputes["plan"] == {"recompute": 3}
     assert recomputes["replays"] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_switch_of_one_rank_comes_on_both_after_the_optimizer(ranks: Any, kind: str) -> None:
+    one, other = (rank[f"{kind} switched"] for rank in ranks)
+    assert one["same"]
+    assert other["same"]
+    assert one["policies"] == other["policies"]
+    assert one["policies"][:4] == ["keep"] * 4
+    assert one["policies"][-1] == "recompute"
+    since = one["policies"].index("recompute")
+    assert since % 2 == 1, "between the micro-batches of one update"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_checkpoints_of_ranks_go_both_ways(ranks: Any, kind: str) -> None:
+    for rank in ranks:
+        line = rank[f"{kind} checkpoints"]
+        assert line["same"] == ["plain to ours", "ours to plain", "ours to ours"]
+        assert line["steps"] == {"plain": 6, "ours": 12}
 
 
 def test_what_is_sharded_inside_a_unit_is_refused(ranks: Any) -> None:
