@@ -30,7 +30,7 @@ class SessionStrategy(Strategy):
             `20GiB`, a share of the device such as 0.9, or `auto`; instead of the recipe's. On a
             CPU it must be given.
         policy: A policy or the name of one (`planned`, `keep`, `selective`, `recompute`,
-            `recompute+offload`, `offload`); instead of the recipe's.
+            `recompute+offload`, `offload`, `compress`); instead of the recipe's.
         probe: `auto`, `host`, `cuda`, or a probe; instead of the recipe's.
         batch_shape: Reads a batch; None for the largest tensor in it, integers first.
         journal: Takes the decisions, such as a `rematic.journal.JournalWriter`.

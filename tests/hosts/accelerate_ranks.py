@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.hosts.accelerate_loops import plugin_for
 
-NUM_STEPS = 4
+NUM_STEPS = 7
 
 
 class Block(nn.Module):
@@ -45,8 +45,17 @@ def prepared(*, sharded: bool, checkpointed: bool, accumulate: int = 1) -> Accel
     return accelerator
 
 
-def train(policy: str | None, *, sharded: bool, checkpointed: bool = False) -> list[Any]:
-    """Returns losses and weights; with a policy also checks that it was carried out."""
+def train(
+    policy: str | None, *, sharded: bool, checkpointed: bool = False, asks: str | None = None
+) -> list[Any]:
+    """Returns losses and weights; with a policy also checks that it was carried out.
+
+    Args:
+        policy: The policy, None to train without rematic.
+        sharded: By FSDP2 instead of DDP.
+        checkpointed: Whether Accelerate is told to checkpoint.
+        asks: A policy that the second rank asks for, alone, after its first step.
+    """
     accelerator = prepared(sharded=sharded, checkpointed=checkpointed)
     plugin = plugin_for(policy=policy, recipe="auto", enabled=policy is not None)
     plugin.attach(accelerator)
@@ -62,15 +71,20 @@ def train(policy: str | None, *, sharded: bool, checkpointed: bool = False) -> l
 
     torch.manual_seed(10 + accelerator.process_index)
     found: list[torch.Tensor] = []
+    last = asks or policy
     for _ in range(NUM_STEPS):
         found.append(step(torch.randn(8, 16)))
         optimizer.step()
         optimizer.zero_grad()
+        if asks is not None and accelerator.process_index == 1:
+            assert plugin.session is not None
+            plugin.session.switch(asks)
+            asks = None
     if plugin.session is not None:
         record = plugin.session.last_step
         assert record is not None
-        assert record.plan == {policy: 3}
-        assert record.replays == (3 if policy == "recompute" else 0)
+        assert record.plan == {last: 3}
+        assert record.replays == (3 if last == "recompute" else 0)
         plugin.detach()
         assert not any("forward" in module.__dict__ for module in raw.modules())
     weights = model.state_dict().values()
@@ -90,6 +104,8 @@ def main(port: str, rank: str) -> None:
         for policy in ("recompute", "offload"):
             found = train(policy, sharded=sharded, checkpointed=sharded)
             assert same(found, plain), (sharded, policy)
+        found = train("keep", sharded=sharded, checkpointed=sharded, asks="recompute")
+        assert same(found, plain), sharded
     stock = train(None, sharded=True, checkpointed=True)
     print("equal, stock wrapper", "equal" if same(stock, plain) else "not")
     from tests.hosts.accelerate_rank_faults import stops  # which imports this file

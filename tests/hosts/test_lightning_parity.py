@@ -157,6 +157,7 @@ class SwitchesOnce(TwoOptimizers):
 
 
 def test_a_switch_waits_for_the_optimizer(runner: Runner, plain: Any) -> None:
+    """Case L1; that a retry restores only the micro-batch that failed is in the recovery tests."""
     fitted = runner.fit(SwitchesOnce, **runner.entry("strategy", policy="recompute", budget=ROOMY))
     fitted.is_same_as(plain(module=TwoOptimizers, precision="fp32"))
     assert fitted.module.policies[:4] == ["recompute", "recompute", "keep", "keep"]
