@@ -24,6 +24,7 @@ from rematic.activations.unit import Unit
 from rematic.activations.unit_forward import UnitForward
 from rematic.activations.units import find_units
 from rematic.activations.wrappers import class_name, module_at, unwrapped
+from rematic.memory import load_compiler_now
 from rematic.policy import (
     DEFAULT_SAVED,
     Action,
@@ -67,6 +68,7 @@ class Engine:
         for unit in self.units:
             unit.trusted = unit.name in trusted
             self._bind_routers(unit)
+        load_compiler_now()  # not in the first batch, whose frames it would hold
         torch_private.keep_compiler_out("rematic")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._places = StashPlaces(device, scratch_dir, self.ledger.tell)
