@@ -33,8 +33,10 @@ def run_config(arguments: argparse.Namespace) -> int:
     if values:
         _refuse_default(path)
         _refuse_second_place(config, path)
-        text = path.read_text("utf-8")
-        path.write_text(edit_section(text, values), "utf-8")
+        with path.open(encoding="utf-8", newline="") as file:  # lines end as they did
+            edited = edit_section(file.read(), values)
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.write(edited)
         section = section_of(load_accelerate_file(path), path=path)
     if arguments.json:
         print(json.dumps(None if section is None else {**vars(section)}, indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
@@ -11,6 +12,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 from rematic.cli.accelerate_file import SECTION
 
 INDENT = "  "
+_NOTHING = ("", "~", "null")
 _NOT_EDITED = (
     f"{SECTION} could not be edited in this text; expected keys and values. Edit it by hand"
 )
@@ -38,13 +40,25 @@ def edit_section(text: str, values: dict[str, bool | str]) -> str:
     Raises:
         ValueError: If the text cannot be edited so.
     """
-    for key, value in values.items():
-        text = _set(text, key, value)
-    found = yaml.safe_load(text)
-    kept = found.get(SECTION) if isinstance(found, dict) else None
-    if not isinstance(kept, dict) or any(kept.get(key) != v for key, v in values.items()):
+    newline = "\r\n" if "\r\n" in text else "\n"
+    try:
+        edited = text.replace("\r\n", "\n")
+        for key, value in values.items():
+            edited = _set(edited, key, value)
+        wanted = _with_values(yaml.safe_load(text), values)
+        is_done = yaml.safe_load(edited) == wanted
+    except yaml.YAMLError as error:
+        raise ValueError(f"{_NOT_EDITED} ({error})") from error
+    if not is_done:
         raise ValueError(_NOT_EDITED)
-    return text
+    return edited.replace("\n", newline)
+
+
+def _with_values(config: object, values: dict[str, bool | str]) -> dict[str, Any]:
+    """Returns what a config says once the values are set in it."""
+    present = dict(config) if isinstance(config, dict) else {}
+    section = present.get(SECTION)
+    return {**present, SECTION: {**(section if isinstance(section, dict) else {}), **values}}
 
 
 def _set(text: str, key: str, value: bool | str) -> str:
@@ -65,15 +79,22 @@ def _splice(text: str, root: MappingNode | None, key: str, value: str, *, as_jso
     if isinstance(held, MappingNode):
         entry = _entry(held, key)
         if entry is not None:
-            node = entry[1]
-            return _Splice(start=node.start_mark.index, end=node.end_mark.index, text=value)
+            return _in_place_of(text, entry[1], value)
         return _new_key(text, held, key, value, as_json=as_json)
-    if not isinstance(held, ScalarNode) or held.value:
+    if not isinstance(held, ScalarNode) or held.value not in _NOTHING:
         raise ValueError(_NOT_EDITED)
+    if held.value:
+        return _in_place_of(text, held, f"{{{json.dumps(key) if as_json else key}: {value}}}")
     # `recompute_config:` with nothing behind it
     end = text.find("\n", name.end_mark.index)
     end = len(text) if end < 0 else end
     return _Splice(start=end, end=end, text=f"\n{INDENT}{key}: {value}")
+
+
+def _in_place_of(text: str, node: Node, value: str) -> _Splice:
+    start, end = node.start_mark.index, node.end_mark.index
+    newline = "\n" if text[start:end].endswith("\n") else ""  # as the lines of a `>` or `|` end
+    return _Splice(start=start, end=end, text=value + newline)
 
 
 def _new_section(

@@ -75,8 +75,13 @@ def test_every_config_that_accelerate_writes_round_trips(path: Path, tmp_path: P
             "recompute_config:\n    enabled: true\n    recipe: a\nb: 1\n",
         ),
         ("{}", '{\n  "recompute_config": {"enabled": true}}'),
+        ("recompute_config: null # x\n", "recompute_config: {enabled: true} # x\n"),
+        ("a: 1\r\nb: 2\r\n", "a: 1\r\nb: 2\r\nrecompute_config:\r\n  enabled: true\r\n"),
     ],
-    ids=["empty", "no newline", "no value", "comment", "flow", "flow key", "new key", "json"],
+    ids=[
+        *("empty", "no newline", "no value", "comment", "flow", "flow key", "new key", "json"),
+        *("null", "lines of Windows"),
+    ],
 )
 def test_shapes_of_the_section(text: str, expected: str) -> None:
     assert edit_section(text, {"enabled": True}) == expected
@@ -88,9 +93,38 @@ def test_recipes_that_look_like_something_else(recipe: str) -> None:
     assert yaml.safe_load(text)["recompute_config"]["recipe"] == recipe
 
 
-def test_what_is_no_mapping_is_refused() -> None:
-    with pytest.raises(ValueError, match="could not be edited in this text"):
-        edit_section("recompute_config: [1]\n", {"enabled": True})
+def test_a_value_of_several_lines_is_replaced() -> None:
+    text = "recompute_config:\n  recipe: >-\n    long\n    name\n  enabled: true\n"
+    edited = edit_section(text, {"recipe": "tiny-cpu"})
+    assert edited == "recompute_config:\n  recipe: tiny-cpu\n  enabled: true\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "recompute_config: [1]\n",
+        "other: &a {enabled: true}\nrecompute_config: *a\n",
+        "recompute_config: {enabled: true, enabled: true}\n",
+        "a: 1\n---\nb: 1\n",
+        "a: 1\n...\n",
+    ],
+    ids=["list", "shared with another key", "twice", "two documents", "end of document"],
+)
+def test_what_cannot_be_edited_is_refused_and_left_as_it_is(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="recompute_config could not be edited in this text"):
+        edit_section(text, {"enabled": False})
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert run(path, "--disable") == 2
+    assert path.read_text() == text
+
+
+def test_the_ends_of_lines_stay_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(COMMENTED.replace("\n", "\r\n").encode())
+    assert run(path, "--enable") == 0
+    expected = COMMENTED.replace("enabled: false", "enabled: true").replace("\n", "\r\n")
+    assert path.read_bytes() == expected.encode()
 
 
 def test_shows_the_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
