@@ -102,8 +102,11 @@ def format_stop(report: StopReport) -> str:
     if not report.attempts:
         return f"the training was stopped between two steps: {report.obstacle}"
     tried = "; ".join(_attempt(attempt) for attempt in report.attempts)
+    # 1 x 1: nothing in the batch told its shape
+    is_known = report.batch * report.length > 1
+    size = f" of {report.batch} x {report.length} tokens" if is_known else ""
     parts = [
-        f"a batch of {report.batch} x {report.length} tokens ran out of memory. Tried: {tried}.",
+        f"a batch{size} ran out of memory. Tried: {tried}.",
         f"{report.attempts[-1].error} (at {report.attempts[-1].where}).",
     ]
     if report.budget_bytes is not None:
@@ -115,7 +118,7 @@ def format_stop(report: StopReport) -> str:
             f"{report.num_torn_gradients} gradients of earlier micro-batches hold a part of this "
             "one: call `zero_grad` before going on."
         )
-    if report.largest_length:
+    if report.largest_length and is_known:
         parts.append(f"Sequences of up to {report.largest_length} tokens are expected to fit.")
     if report.checkpoint is not None:
         parts.append(f"The training was saved to {report.checkpoint}.")

@@ -78,6 +78,13 @@ def test_the_text_says_what_was_tried() -> None:
     )
 
 
+def test_a_batch_that_told_no_shape_gets_no_numbers() -> None:
+    """Such as one of texts, which a trainer tokenizes inside its step."""
+    text = format_stop(replace(REPORT, batch=1, length=1, largest_length=1))
+    assert text.startswith("a batch ran out of memory. Tried: as planned")
+    assert "expected to fit" not in text
+
+
 def test_the_text_says_what_would_fit_and_what_to_do() -> None:
     advice = advise(may_compress=False, may_split=True, head_is_peak=True)
     report = replace(
