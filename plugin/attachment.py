@@ -19,6 +19,7 @@ from rematic.model_planner import ModelPlanner
 from rematic.operator_requests import FILE_NAME as REQUESTS_NAME
 from rematic.operator_requests import RequestReader
 from rematic.policy import Action, Policy, Rule, Selective, Tile, action_named, policy_named
+from rematic.rank_agreement import journal_of_rank
 from rematic.recipes import (
     ActionConfig,
     Budget,
@@ -65,7 +66,8 @@ def attach(
         probe: `auto`, `host`, `cuda`, or a probe; instead of the recipe's.
         batch_shape: Reads a batch; the default takes the largest tensor, integers first.
         journal: Takes the decisions, such as a `rematic.journal.JournalWriter`; an operator's
-            requests come through a file beside it.
+            requests come through a file beside it. Where several ranks name the same file, one of
+            them writes it.
         on_escalation: Called with what a person must decide, if the recipe has
             `control: {escalation: call}`.
         device: Where the model will train, if a wrapper is going to move it there; None for where
@@ -77,6 +79,7 @@ def attach(
             policy plans.
     """
     chosen = _recipe(recipe)
+    journal = journal_of_rank(journal)
     supervision = _supervision(chosen, journal, on_escalation)
     optimizers = _optimizers(optimizer)
     if device is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,10 +16,15 @@ from rematic.control import (
     change_to_plain,
     changed,
 )
+from rematic.control.agreement import DISTANCE
 from rematic.policy import Plan, Policy, policy_named, resolve
 from rematic.rank_agreement import RankAgreement, make_agreement
 from rematic.session_events import agreement_event, change_event
 from rematic.transaction import num_ranks
+
+_log = logging.getLogger("rematic")
+_TOLD_FROM = 8 * DISTANCE
+"""Changes that are late are told of from the round on that leads to such a distance."""
 
 
 class PolicyChanges:
@@ -171,8 +177,21 @@ class PolicyChanges:
             self.at_agreed(change)
             return
         self._write(agreement_event(meeting, change, step=step))
+        if meeting.verdict is not None:
+            self._tell(meeting, change)
         if meeting.verdict == "refused":
             self._settled(change)
+
+    def _tell(self, meeting: Meeting, change: Change) -> None:
+        if meeting.verdict == "late" and meeting.standing.distance < _TOLD_FROM:
+            return  # hosts that run ahead of each other meet in the next rounds
+        _log.warning(
+            "a %s%s was %s by the ranks: %s",
+            change.kind,
+            "" if change.policy is None else f" to {change.policy.name}",
+            "refused" if meeting.verdict == "refused" else "not answered",
+            meeting.reason,
+        )
 
     def _settled(self, change: Change) -> None:
         """Forgets what this rank had asked for itself."""

@@ -9,11 +9,13 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Protocol
 
 from rematic.activations.torch_private import process_group_store
 from rematic.control import Meeting, Standing, meet
 from rematic.control.agreement import Ask
+from rematic.journal import EventSink
 from rematic.transaction import num_ranks, this_rank
 
 _log = logging.getLogger("rematic")
@@ -112,6 +114,34 @@ def _reply(store: KeyStore, ask: Ask) -> str | None:
     if ask.kind == "add":
         return str(store.add(ask.key, 1))
     return store.get(ask.key).decode() if store.check([ask.key]) else None
+
+
+def journal_of_rank(journal: EventSink | None) -> EventSink | None:
+    """Returns the journal, or None where another rank writes to the same file already.
+
+    Scripts run on every rank, so that all of them name the same file, which only one can append to.
+
+    Args:
+        journal: The journal, one of a file if it has a `path`.
+    """
+    path = getattr(journal, "path", None)
+    if path is None or num_ranks() == 1:
+        return journal
+    store = process_group_store("rematic/journals")
+    if store is None:
+        return journal
+    mine = str(this_rank())
+    owner = store.compare_set(str(Path(path).resolve()), "", mine).decode()
+    if owner == mine:
+        return journal
+    _log.warning(
+        "%s is written by rank %s: rank %s keeps no journal. Give each rank a file of its own to "
+        "have them all.",
+        path,
+        owner,
+        mine,
+    )
+    return None
 
 
 def make_agreement(units: Iterable[str]) -> RankAgreement | None:

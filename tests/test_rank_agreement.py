@@ -202,16 +202,21 @@ def test_a_rank_for_which_a_lighter_policy_does_not_fit_keeps_both_from_it(ranks
     assert [rank.session.policy for rank in both] == [KEEP] * 2
 
 
-def test_a_rank_that_ends_early_holds_up_nobody(ranks: Make) -> None:
+def test_a_rank_that_ends_early_holds_up_nobody(
+    ranks: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     one, other = both = ranks()
     together(both, 1)
     other.session.detach()
     one.session.switch("recompute")
-    for _ in range(3 * DISTANCE + 2):
+    for _ in range(7 * DISTANCE + 2):
         one.step()
     assert one.session.policy == KEEP
     late = [e for e in one.journal.of("agreement") if e["status"] == "late"]
-    assert [e["reason"] for e in late] == ["no answer in time from rank 1"] * 2
+    assert [e["reason"] for e in late] == ["no answer in time from rank 1"] * 3
+    assert [r.message for r in caplog.records if "switch" in r.message] == [
+        "a switch to recompute was not answered by the ranks: no answer in time from rank 1"
+    ]
 
 
 class Gone:
@@ -250,6 +255,25 @@ def test_without_a_store_changes_are_those_of_each_rank(
     one.session.switch("recompute")
     assert one.session.policy == RECOMPUTE
     assert one.journal.of("control")[0]["rules"]["adapt"] is False
+
+
+def test_one_rank_writes_a_journal_that_all_of_them_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr("rematic.rank_agreement.num_ranks", lambda: 2)
+    monkeypatch.setattr("rematic.rank_agreement.process_group_store", lambda prefix: store)
+    sessions = []
+    for rank in range(2):
+        monkeypatch.setattr("rematic.rank_agreement.this_rank", lambda rank=rank: rank)
+        with JournalWriter(tmp_path / "journal.jsonl") as journal:
+            sessions.append(rematic.attach(make_model(), policy="keep", journal=journal))
+    assert sum(e["event"] == "attach" for e in read_journal(tmp_path / "journal.jsonl")) == 1
+    assert "journal.jsonl is written by rank 0: rank 1 keeps no journal" in caplog.text
+    assert sessions[1].supervisor._supervision.requests is None
+    with JournalWriter(tmp_path / "journal-1.jsonl") as journal:
+        rematic.attach(make_model(), policy="keep", journal=journal)
+    assert len(list(read_journal(tmp_path / "journal-1.jsonl"))) == 1
 
 
 def test_events_are_plain(ranks: Make) -> None:
