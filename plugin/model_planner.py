@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,6 +90,15 @@ class ModelPlanner:
         self._device: Device | None = None
         self._open: _Question | None = None
         self._is_off = False
+
+    @property
+    def kinds(self) -> Mapping[StepKind, KindPlans]:
+        """What was learned of kinds of steps."""
+        return self._kinds
+
+    def take_up(self, kinds: Mapping[StepKind, KindPlans]) -> None:
+        """Goes on from what was learned before."""
+        self._kinds = dict(kinds)
 
     def refine(
         self, decision: StepDecision, request: StepRequest, shape: BatchShape, batch: object

@@ -340,6 +340,7 @@ class Session:
             history=self._policies.history,
             costs=self._costs,
             controller=self.supervisor.state_dict(),
+            kinds={} if self._model_planner is None else self._model_planner.kinds,
         )
         return saved.to_plain()
 
@@ -347,7 +348,8 @@ class Session:
         """Takes up the state that `state_dict` returned, before the first step.
 
         Raises:
-            ValueError: If the state is damaged, or of another version or another model.
+            ForeignStateError: If the state is of another version or another model.
+            ValueError: If it is damaged.
         """
         saved = read_saved_session(state, units=list(self._engine.classes))
         if saved.controller is not None:
@@ -355,6 +357,8 @@ class Session:
                 self.supervisor.load_state_dict(saved.controller)
             except (KeyError, TypeError) as error:
                 raise damaged(error) from error
+        if self._model_planner is not None:
+            self._model_planner.take_up(saved.kinds)
         self._costs, self.num_steps = saved.costs, saved.num_steps
         self._policies.take_up(saved.history)
 

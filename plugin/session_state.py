@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rematic import control
 from rematic.control import Costs, History
+from rematic.cost.live_profile import StepKind
+from rematic.kind_plans import KindPlans
+from rematic.kind_plans_plain import kinds_from_plain, kinds_to_plain
 
 STATE_VERSION = 1
 """Version of what is saved."""
+
+
+class ForeignStateError(ValueError):
+    """A state that another version of rematic wrote, or that is of another model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,9 @@ class SavedSession:
     controller: Mapping[str, Any] | None
     """State of the controller in plain types; None in older states."""
 
+    kinds: Mapping[StepKind, KindPlans] = field(default_factory=dict)
+    """What the planner learned of kinds of steps; nothing in older states."""
+
     def to_plain(self) -> dict[str, Any]:
         """Returns the state as dictionaries, lists, strings and numbers."""
         return {
@@ -41,6 +51,7 @@ class SavedSession:
             "history": control.history_to_plain(self.history),
             "costs": control.costs_to_plain(self.costs),
             "control": self.controller,
+            "planner": kinds_to_plain(self.kinds),
         }
 
 
@@ -52,16 +63,17 @@ def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> Sav
         units: Names of the units of the model that is to take it up.
 
     Raises:
-        ValueError: If the state is damaged, or of another version or another model.
+        ForeignStateError: If the state is of another version or another model.
+        ValueError: If it is damaged.
     """
     version, saved = state.get("version"), list(state.get("units", []))
     if version != STATE_VERSION:
-        raise ValueError(
+        raise ForeignStateError(
             f"the saved state has version {version!r}: expected {STATE_VERSION}. Resume with "
             "the version of rematic that wrote it, or start without its state."
         )
     if saved != list(units):
-        raise ValueError(
+        raise ForeignStateError(
             f"the saved state is of another model: it has {len(saved)} units "
             f"({_span(saved)}), this one {len(units)} ({_span(units)}). Resume with "
             "the model that was saved, or start without its state."
@@ -73,8 +85,9 @@ def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> Sav
             history=control.history_from_plain(state["history"]),
             costs=control.costs_from_plain(state["costs"]),
             controller=state.get("control"),
+            kinds=kinds_from_plain(state.get("planner", ())),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise damaged(error) from error
 
 

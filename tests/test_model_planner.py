@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from typing import Any
@@ -277,3 +278,57 @@ def test_after_a_step_that_took_more_than_predicted_plans_leave_more_room(
         assert record["evictions"] == 0
         assert record["predicted_peak_bytes"] <= surprised["predicted_peak_bytes"] - 20_000
     assert max(training.peaks) <= surprised["budget_bytes"]
+
+
+def test_what_was_learned_of_steps_survives_a_resume(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """F13: a resumed run watches no step for the sake of the model, and believes it as much."""
+    budget = _budget(plain, recomputed, 0.5)
+    first = Training(budget, policy="planned")
+    first.train([64] * 9)
+    assert first.session is not None
+    state = json.loads(json.dumps(first.session.state_dict()))
+    (kind,) = state["planner"]
+    assert kind["errors"]["shares"]
+    assert kind["num_watched"] == 3
+    second = Training(budget, policy="planned")
+    assert second.session is not None
+    second.session.load_state_dict(state)
+    assert second.session.state_dict() == state
+    second.train([64] * 2)
+    assert [record["planned_by"] for record in second.records] == ["model"] * 2
+    assert [record["peak_source"] for record in second.records] == ["unit ends"] * 2
+    assert max(second.peaks) <= budget
+    state["planner"][0]["kind"] = {"batch": 1}
+    with pytest.raises(ValueError, match=r"^the saved state is damaged"):
+        second.session.load_state_dict(state)
+
+
+def test_a_state_from_before_there_was_a_planner_is_taken_up(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    assert training.session is not None
+    state = training.session.state_dict()
+    assert state.pop("planner") == []
+    training.session.load_state_dict(state)
+
+
+def test_the_planner_tells_how_long_keeping_everything_would_take(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """By the speed of the steps that it timed; also for steps that are not short of memory."""
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training.train([64] * 16)
+    known = [record["keep_seconds"] for record in training.records]
+    assert known[0] is None
+    assert known[-1] > 0
+    assert training.session is not None
+    training.session.switch("keep")
+    training.probe.budget_bytes = None
+    training.train([64, 32])
+    longer, shorter = (record["keep_seconds"] for record in training.records[-2:])
+    assert known[-1] / 3 < longer < 3 * known[-1]
+    assert shorter < longer
+    assert audit(training.journal.events).differences == ()

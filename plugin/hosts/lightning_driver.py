@@ -27,6 +27,7 @@ from rematic.hosts.lightning_recovery import (
     save_emergency_checkpoint,
 )
 from rematic.hosts.progress_figures import progress_figures
+from rematic.hosts.session_file import take_up
 from rematic.hosts.step_figures import StepFigures
 from rematic.journal import EventSink
 from rematic.memory import HostProbe, Probe, is_out_of_memory
@@ -100,7 +101,7 @@ class LightningDriver:
         restored, self._restored = self._restored, None
         if restored is not None:
             try:
-                session.load_state_dict(restored)
+                take_up(session, restored)
             except BaseException:
                 session.detach()
                 raise
@@ -220,7 +221,7 @@ class LightningDriver:
                 "recipe's policy and nothing learned."
             )
         elif self.session is not None and self.is_attached:
-            self.session.load_state_dict(state)
+            take_up(self.session, state)
         else:
             self._restored = state
 

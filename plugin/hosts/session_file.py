@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from rematic.activations import Notice
 from rematic.session import Session
+from rematic.session_state import ForeignStateError
 
 _log = logging.getLogger("rematic")
 FILE_NAME = "rematic.json"
@@ -29,10 +33,10 @@ def read_session(session: Session, folder: Path) -> bool:
     """Takes up the state from a folder, if it is there.
 
     Returns:
-        Whether it was there.
+        Whether it was there, and of this version and model.
 
     Raises:
-        ValueError: If the file is damaged or of another model.
+        ValueError: If the file is damaged.
     """
     path = folder / FILE_NAME
     if not path.is_file():
@@ -45,5 +49,23 @@ def read_session(session: Session, folder: Path) -> bool:
             f"{path} is damaged ({error}): expected the file that was saved. Resume from another "
             "checkpoint, or remove the file to start without it."
         ) from error
-    session.load_state_dict(state)
+    return take_up(session, state)
+
+
+def take_up(session: Session, state: Mapping[str, Any]) -> bool:
+    """Takes up a state from a checkpoint, unless it is foreign: then a notice says so.
+
+    Returns:
+        Whether it was taken up.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    try:
+        session.load_state_dict(state)
+    except ForeignStateError as error:
+        text = f"the controller starts afresh, with the policy that was configured: {error}"
+        _log.warning(text)
+        session.write_notice(Notice(unit="", kind="resume", text=text))
+        return False
     return True

@@ -14,6 +14,8 @@ from rematic.policy.op_names import DEFAULT_SAVED as DEFAULT_SAVED
 from rematic.policy.op_names import OP_GROUPS as OP_GROUPS
 from rematic.policy.op_names import OpName as OpName
 from rematic.policy.op_names import parse_op_name as parse_op_name
+from rematic.policy.plain import action_from_plain as action_from_plain
+from rematic.policy.plain import action_to_plain as action_to_plain
 from rematic.policy.plain import policy_from_plain as policy_from_plain
 from rematic.policy.plain import policy_to_plain as policy_to_plain
 from rematic.policy.policy import COMPRESS as COMPRESS

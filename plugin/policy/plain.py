@@ -18,7 +18,7 @@ def policy_to_plain(policy: Policy) -> dict[str, Any]:
     return {
         "name": policy.name,
         "rules": [_rule_to_plain(rule) for rule in policy.rules],
-        "default": None if policy.default is None else _action_to_plain(policy.default),
+        "default": None if policy.default is None else action_to_plain(policy.default),
     }
 
 
@@ -28,7 +28,7 @@ def policy_from_plain(plain: Mapping[str, Any]) -> Policy:
     return Policy(
         name=plain["name"],
         rules=tuple(_rule_from_plain(rule) for rule in plain["rules"]),
-        default=None if default is None else _action_from_plain(default),
+        default=None if default is None else action_from_plain(default),
     )
 
 
@@ -37,7 +37,7 @@ def _rule_to_plain(rule: Rule) -> dict[str, Any]:
     given = {name: value for name, value in positions.items() if value}
     return {
         "match": rule.pattern,
-        "action": _action_to_plain(rule.action),
+        "action": action_to_plain(rule.action),
         **{name: list(v) if isinstance(v, tuple) else v for name, v in given.items()},
     }
 
@@ -48,17 +48,19 @@ def _rule_from_plain(plain: Mapping[str, Any]) -> Rule:
         given[name] = tuple(value) if isinstance(value, list) else value
     return Rule(
         pattern=plain["match"],
-        action=_action_from_plain(plain["action"]),
+        action=action_from_plain(plain["action"]),
         **given,
     )
 
 
-def _action_to_plain(action: Action) -> dict[str, Any]:
+def action_to_plain(action: Action) -> dict[str, Any]:
+    """Returns the action as a mapping of strings, numbers and lists."""
     options = dataclasses.asdict(action)
     lists = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
     return {"name": action.name, **lists}
 
 
-def _action_from_plain(plain: Mapping[str, Any]) -> Action:
+def action_from_plain(plain: Mapping[str, Any]) -> Action:
+    """Returns the action that `action_to_plain` wrote."""
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items() if k != "name"}
     return action_named(plain["name"], **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
 import os
 import types
 import weakref
@@ -445,3 +446,26 @@ def test_a_failing_prepare_leaves_the_model_as_it_was() -> None:
 def test_overrides_need_a_recipe_that_is_read() -> None:
     with pytest.raises(ValueError, match="overrides only over a recipe that is read here"):
         rematic.RecomputePlugin(recipe=STEP_ALONE, overrides=["memory.budget=1GiB"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"version": 0}, "has version 0: expected 1"), ({"units": ["x"]}, "is of another model")],
+    ids=["old", "foreign"],
+)
+def test_an_old_or_foreign_state_loads_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], words: str
+) -> None:
+    """F13."""
+    folder, journal = state_folder(tmp_path), Recorded()
+    train(plugin_for(), num_batches=1, after_step=lambda a, n: a.save_state(folder))
+    path = Path(folder) / "rematic.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    plugin = plugin_for(policy="keep", journal=journal)
+    with caplog.at_level(logging.WARNING, "rematic"):
+        resume(folder, fresh_accelerator(), plugin)
+    assert plugin.session is not None
+    assert (plugin.session.policy.name, plugin.session.num_steps) == ("keep", 0)
+    (notice,) = [event for event in journal.events if event.get("kind") == "resume"]
+    assert words in notice["text"]
+    assert notice["text"] in caplog.messages

@@ -97,18 +97,35 @@ def test_a_checkpoint_without_state_loads_with_a_notice(
 
 
 @pytest.mark.parametrize("entry", ["strategy", "callback"])
-def test_the_state_of_another_model_is_refused(runner: Runner, tmp_path: Path, entry: str) -> None:
-    fitted = saved_by(runner, entry, tmp_path / "saved.ckpt")
+def test_the_state_of_another_model_is_left_with_a_notice(
+    runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: str
+) -> None:
+    """F13: weights and optimizer are resumed all the same."""
+    saved_by(runner, entry, tmp_path / "saved.ckpt")
     checkpoint = torch.load(tmp_path / "saved.ckpt", weights_only=True)
     checkpoint["rematic"]["units"].append("blocks.4")
     torch.save(checkpoint, tmp_path / "other.ckpt")
-    module = Net()
-    with pytest.raises(ValueError, match=r"it has 5 units \(blocks.0 .. blocks.4\), this one 4"):
-        runner.fit(
-            module,
-            ckpt_path=tmp_path / "other.ckpt",
-            **runner.entry(entry, budget=ROOMY),
+    with caplog.at_level(logging.WARNING, "rematic"):
+        resumed = runner.fit(
+            ckpt_path=tmp_path / "other.ckpt", **runner.entry(entry, policy="keep", budget=ROOMY)
         )
+    assert resumed.trainer.global_step == 14
+    assert resumed.session is not None
+    assert (resumed.session.policy.name, resumed.session.num_steps) == ("keep", 7)
+    told = [text for text in caplog.messages if "the controller starts afresh" in text]
+    assert len(told) == 1
+    assert "it has 5 units (blocks.0 .. blocks.4), this one 4" in told[0]
+
+
+@pytest.mark.parametrize("entry", ["strategy", "callback"])
+def test_a_damaged_state_is_refused(runner: Runner, tmp_path: Path, entry: str) -> None:
+    fitted = saved_by(runner, entry, tmp_path / "saved.ckpt")
+    checkpoint = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    del checkpoint["rematic"]["costs"]
+    torch.save(checkpoint, tmp_path / "other.ckpt")
+    module = Net()
+    with pytest.raises(ValueError, match="the saved state is damaged"):
+        runner.fit(module, ckpt_path=tmp_path / "other.ckpt", **runner.entry(entry, budget=ROOMY))
     assert "forward" not in vars(module.blocks[0])
     assert "log" not in vars(module)
     assert fitted.session.num_steps == 7
