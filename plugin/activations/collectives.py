@@ -57,11 +57,16 @@ def watching_collectives(unit: Unit) -> contextlib.AbstractContextManager[object
 
 
 def is_sharded_inside(module: nn.Module) -> bool:
-    """Returns whether a part of a module is sharded by itself."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    """Returns whether `fully_shard` was applied to a part of a module."""
+    from torch.distributed.fsdp import FSDPModule
 
-    kinds = (FSDPModule, FullyShardedDataParallel)
-    return any(part is not module and isinstance(part, kinds) for part in module.modules())
+    return any(part is not module and isinstance(part, FSDPModule) for part in module.modules())
+
+
+def _is_wrapped_inside(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(part, FullyShardedDataParallel) for part in list(module.modules())[1:])
 
 
 def go_with_all_ranks(unit: Unit) -> None:
@@ -78,8 +83,13 @@ def _make_joint(unit: Unit, op: str) -> None:
         return
     unit.joint = f"its forward exchanges tensors with other ranks ({op})"
     go_with_all_ranks(unit)
-    text = f"{unit.joint}: {_CONSEQUENCE}"
-    _log.log(logging.INFO if unit.agreed else logging.WARNING, "unit %r: %s", unit.name, text)
+    consequence = _CONSEQUENCE
+    if _is_wrapped_inside(unit.module):
+        unit.pinned = "FullyShardedDataParallel inside it frees parameters when a replay ends"
+        consequence = f"it is kept under every policy, since {unit.pinned}. Wrap the whole unit"
+    text = f"{unit.joint}: {consequence}"
+    is_as_asked = unit.agreed and unit.pinned is None
+    _log.log(logging.INFO if is_as_asked else logging.WARNING, "unit %r: %s", unit.name, text)
     unit.tell("joint", text)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -97,9 +97,21 @@ def sharded_inside(mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def wrapped_inside(mesh: DeviceMesh) -> nn.Module:
+    model = Net(Block)
+    for block in model.blocks:
+        block.up = wrapped(block.up)
+    return wrapped(model)
+
+
+def wrapped(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 MODELS = {
     "tensor parallel": tensor_parallel,
     "sharded inside": sharded_inside,
+    "wrapped inside": wrapped_inside,
     "exchanging": lambda mesh: Net(Exchanging),
 }
 
@@ -108,9 +120,10 @@ def train(kind: str, mesh: DeviceMesh, rank: int, options: dict[str, Any] | None
     torch.manual_seed(0)
     model = MODELS[kind](mesh)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    session = None if options is None else rematic.attach(model, optimizer, **options)
+    net = getattr(model, "module", model)
+    session = None if options is None else rematic.attach(net, optimizer, **options)
     if session is not None and rank == 1:
-        model.at_block = lambda: session.evict(1 << 30)
+        net.at_block = lambda: session.evict(1 << 30)
     torch.manual_seed(7 if kind == "tensor parallel" else rank)  # its ranks share their data
     found = []
     for _ in range(NUM_STEPS):
