@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from rematic import ReplayError
 from rematic.policy import Keep, Policy, Recompute, Rule
 from rematic.recipes import RecipeError
 from tests.activations.families import build_llama
@@ -101,3 +103,60 @@ def test_case_a2_there_is_no_second_variant_to_choose(section: dict[str, Any]) -
     """Nor a switch that leaves the generators as they are (case D1): unknown keys are refused."""
     with pytest.raises(RecipeError, match=next(iter(section))):
         attach(make(), recipe={"policy": section})
+
+
+def gathered(model: nn.Module) -> nn.Module:
+    """Puts every linear layer's weights there for its forward and backward only, as ZeRO-3 does."""
+    whole = {p: p.data.clone() for p in model.parameters()}
+
+    def put(module: nn.Module, *_: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = whole[parameter]
+
+    def take(module: nn.Module, *_: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = torch.empty(0)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            take(module)
+            module.register_forward_pre_hook(put)
+            module.register_forward_hook(take)
+            module.register_full_backward_pre_hook(put)
+    return model
+
+
+def adapted_blocks(*, frozen: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), Adapted(), Adapted())
+    return model if frozen else model.requires_grad_(True)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed with")
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("policy", LOSSLESS)
+def test_case_e4_weights_that_are_there_for_a_moment(policy: Any, frozen: bool) -> None:
+    """The check on the first batch finds hooks that a replay needs; without it that is an error."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    plain = adapted_blocks(frozen=frozen)
+    one_step(plain, x)
+    wanted = [p.grad for p in plain.parameters() if p.requires_grad]
+    for trusted in ([], ["*"]):
+        model = gathered(adapted_blocks(frozen=frozen))
+        session = attach(model, policy, recipe={"policy": {"trust": trusted}})
+        for _ in range(2):
+            model.zero_grad()
+            refusing = pytest.raises(ReplayError, match="Its forward does not do the same twice")
+            refused = trusted and policy in (
+                "planned",
+                "selective",
+                "recompute",
+                "recompute+offload",
+            )
+            with refusing if refused else contextlib.nullcontext():
+                one_step(model, x)
+            if refused:
+                break
+            found = [p.grad for p in model.parameters() if p.requires_grad]
+            assert all(map(torch.equal, found, wanted))
+        session.detach()
