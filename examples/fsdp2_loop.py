@@ -2,8 +2,8 @@
 
 Run:  torchrun --nproc_per_node 2 examples/fsdp2_loop.py
 
-Measured on nothing larger than a CPU. Shard each unit as a whole: what is sharded inside a unit
-would be gathered by a replay, for which the other ranks do not wait.
+Measured on nothing larger than a CPU. Shard each unit as a whole: one with shards inside can only
+be recomputed on all ranks at once.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rematic.control import (
@@ -17,7 +17,7 @@ from rematic.control import (
     changed,
 )
 from rematic.control.agreement import DISTANCE
-from rematic.policy import Plan, Policy, policy_named, resolve
+from rematic.policy import Plan, Policy, policy_named, policy_to_plain, resolve
 from rematic.rank_agreement import RankAgreement, make_agreement
 from rematic.session_events import agreement_event, change_event
 from rematic.transaction import num_ranks
@@ -74,7 +74,26 @@ class PolicyChanges:
         if not self._has_looked:
             self._has_looked = True
             self._agreement = make_agreement(self._classes)
+            if self._agreement is not None:
+                self._agreement.begin(json.dumps(policy_to_plain(self.history.current)))
         return self._agreement
+
+    def refuse_other_start(self, joint_units: Sequence[str]) -> None:
+        """Refuses a step that would wait for ranks which replay other units.
+
+        Args:
+            joint_units: Units that only all ranks together can replay.
+
+        Raises:
+            ValueError: If there are some, and ranks have begun with different policies.
+        """
+        if joint_units and self.agreement is not None and self.agreement.has_other_start:
+            raise ValueError(
+                f"this rank has begun with the policy {self.history.entries[0].policy.name!r} and "
+                f"another rank with another one, but {joint_units[0]} exchanges tensors with other "
+                "ranks: expected one policy for all. Attach with the same on every rank, and "
+                "change it by `switch`."
+            )
 
     def allowed(self, to: str | Policy) -> Policy:
         """Returns the policy that is meant, if it may be put in force.

@@ -5,6 +5,7 @@ What ranks tell each other goes through the store of the process group, whose re
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections import Counter
@@ -52,12 +53,21 @@ class RankAgreement:
     """
 
     def __init__(self, store: KeyStore, *, rank: int, num_ranks: int) -> None:
+        self.has_other_start = False
+        """Whether this rank has begun with another policy than the rank that asked first."""
         self.boundary = 0
         """Number of the boundary that this rank is at."""
         self._store: KeyStore | None = store
         self._rank = rank
         self._num_ranks = num_ranks
         self._standing = Standing()
+
+    def begin(self, policy: str) -> None:
+        """Tells the others what policy this rank begins with."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # it is told of at the next boundary
+                first = _reply(self._store, Ask("put", "first policy", policy))
+                self.has_other_start = first != policy
 
     def meet(
         self, wish: Callable[[], str | None], objection: Callable[[str], str | None]

@@ -220,6 +220,7 @@ class Session:
         if self._step is not None:
             self.abort_step(None)
         self.supervisor.before_step()
+        self._policies.refuse_other_start(self._engine.joint_units())
         shape = with_room(lambda: self.settings.batch_shape(batch), self._engine.ledger)
         before = self.probe.snapshot()
         self._asked = self._request(shape, before.allocated_bytes)

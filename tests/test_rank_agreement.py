@@ -276,6 +276,18 @@ def test_one_rank_writes_a_journal_that_all_of_them_name(
     assert len(list(read_journal(tmp_path / "journal-1.jsonl"))) == 1
 
 
+def test_ranks_that_begin_apart_cannot_replay_what_needs_all(ranks: Make) -> None:
+    store = torch.distributed.HashStore()
+    one, other = Rank(store, 0), Rank(store, 1, policy="recompute")
+    for rank in (one, other):
+        rank.session._policies._agreement.begin(rank.session.policy.name)
+        rank.step()  # with units that each rank replays for itself
+        rank.session._engine.units[0].joint = "its forward exchanges tensors with other ranks"
+    one.step()
+    with pytest.raises(ValueError, match="begun with the policy 'recompute' and another rank"):
+        other.step()
+
+
 def test_events_are_plain(ranks: Make) -> None:
     one, _ = both = ranks()
     one.session.switch("recompute")
