@@ -106,18 +106,13 @@ def _target(config: TargetOptimizerConfig, *, allow_code: bool) -> Callable[...,
     return build
 
 
-def check_target(training: TrainingConfig, *, allow_code: bool) -> None:
-    """Refuses an optimizer that a recipe may not name, before anything is loaded.
+def check_optimizer(training: TrainingConfig, *, allow_code: bool) -> None:
+    """Builds the optimizer over a number, before anything is loaded.
 
     Raises:
-        ValueError: Its class is outside the allow-list, or does not exist, or bitsandbytes, which
-            has it, is missing.
+        ValueError: As `build_optimizer`.
     """
-    config = training.optimizer
-    if isinstance(config, TargetOptimizerConfig):
-        _target(config, allow_code=allow_code)
-    elif isinstance(config, AdamWConfig):
-        _adamw(config, [])
+    build_optimizer([nn.Parameter(torch.zeros(1))], training, allow_code=allow_code)
 
 
 def build_schedule(

@@ -17,7 +17,7 @@ from rematic.training.fit import Fit, Job
 from rematic.training.interrupts import StopRequest
 from rematic.training.model_config import build_config
 from rematic.training.model_size import ModelSize, check_budget
-from rematic.training.optimization import check_target
+from rematic.training.optimization import check_optimizer
 from rematic.training.prepared_model import measure_recipe
 from rematic.training.ranks import NoJournal, Ranks, find_ranks
 from rematic.training.resume import check_resumable
@@ -68,7 +68,7 @@ def train(
 def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> Job:
     """Checks all that can be checked before weights exist, then makes the run directory."""
     ranks = find_ranks(recipe)
-    check_target(recipe.training, allow_code=allow_code)
+    check_optimizer(recipe.training, allow_code=allow_code)
     data = load_data(recipe, rank=ranks.rank, num_ranks=ranks.num_ranks)
     config = build_config(
         recipe.model,
