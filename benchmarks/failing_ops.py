@@ -58,7 +58,8 @@ class FailingOps(_Counting):
     Args:
         positions: Numbers of the ops, from 1, at which it does, each once.
         late: Whether the op runs first and its output is dropped, as with kernels that allocate
-            when they have drawn random numbers or updated statistics already.
+            when they have drawn random numbers or updated statistics already. An op that allocates
+            nothing cannot fail then: the next one that does takes its place.
     """
 
     def __init__(self, positions: Iterable[int], *, late: bool = False) -> None:
@@ -80,9 +81,13 @@ class FailingOps(_Counting):
         if self.num_ops not in self._left:
             return self._run(func, args, kwargs or {})
         self._left.remove(self.num_ops)
-        self.num_ooms += 1
         if self._late:
-            self._run(func, args, kwargs or {})
+            output = self._run(func, args, kwargs or {})
+            if not _allocates(output, (args, kwargs)):
+                self._left.add(self.num_ops + 1)
+                return output
+            del output
+        self.num_ooms += 1
         del args, kwargs  # the traceback of the error keeps this frame
         raise torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate 2.00 MiB. Injected at op {self.num_ops}, {func}"
@@ -105,13 +110,17 @@ class OpSurvey(_Counting):
     ) -> Any:  # noqa: ANN401 - what an op returns
         """Runs one op and notes it."""
         kwargs = kwargs or {}
-        given = {id(storage) for storage in storages_of((args, kwargs))}
         output = self._run(func, args, kwargs)
         self.ops.append(
             SurveyedOp(
                 name=str(func),
                 in_unit=is_recording() and not rematic.replaying(),
-                allocates=any(id(s) not in given and s.nbytes() for s in storages_of(output)),
+                allocates=_allocates(output, (args, kwargs)),
             )
         )
         return output
+
+
+def _allocates(output: object, given: object) -> bool:
+    known = {id(storage) for storage in storages_of(given)}
+    return any(id(storage) not in known and storage.nbytes() for storage in storages_of(output))

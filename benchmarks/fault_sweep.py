@@ -95,14 +95,12 @@ def sweep(
     tally = Tally(setting=setting)
     with Trials(setting) as trials:
         for number in range(len(trials.stages)) if stages is None else stages:
-            ops = [
-                (position, op)
-                for position, op in enumerate(trials.survey(number), start=1)
-                if setting.kind == KINDS[0] or op.allocates
-            ]
-            stride = max(1, -(-len(ops) // limit))
-            for position, op in ops[offset % stride :: stride]:
+            ops = trials.survey(number)
+            positions = trials.positions(ops)
+            stride = max(1, -(-len(positions) // limit))
+            for position in positions[offset % stride :: stride]:
                 outcome = trials.judge(number, position)
+                op = ops[position - 1]
                 where = f"stage {number}, op {position} {op.name}"
                 tally.add(outcome, where, in_unit=op.in_unit)
     return tally
@@ -121,8 +119,8 @@ def random_trial(seed: int, *, models: Sequence[str], actions: Sequence[str]) ->
     )
     tally = Tally(setting=setting)
     with Trials(setting) as trials:
-        last = trials.survey_all()
-        positions = sorted(draw.sample(range(1, last + 1), draw.randint(1, 4)))
+        possible = trials.positions(trials.survey_all())
+        positions = sorted(draw.sample(possible, draw.randint(1, 4)))
         tally.add(trials.judge_all(positions), f"seed {seed}, ops {positions}")
     return tally
 

@@ -122,8 +122,8 @@ class Trials:
         self._refuse(stage)
         return survey.ops
 
-    def survey_all(self) -> int:
-        """Returns the number of ops of all stages, one after the other.
+    def survey_all(self) -> list[SurveyedOp]:
+        """Returns the ops of all stages, one after the other.
 
         Raises:
             RuntimeError: If a stage differs from the plain one although nothing fails.
@@ -137,7 +137,12 @@ class Trials:
             with survey:
                 self._run(stage)
             self._refuse(stage)
-        return len(survey.ops)
+        return survey.ops
+
+    def positions(self, ops: Sequence[SurveyedOp]) -> list[int]:
+        """Returns the numbers, from 1, of the ops at which memory can run out."""
+        late = self._is_late  # only what allocates can fail when it has run
+        return [n for n, op in enumerate(ops, start=1) if op.allocates or not late]
 
     def judge(self, number: int, position: int) -> str:
         """Runs one stage in which memory runs out once.

@@ -65,7 +65,7 @@ def test_several_failures() -> None:
 
 def test_a_run_without_failures_is_the_plain_one() -> None:
     with Trials(setting(action="compress", accumulate=3)) as trials:
-        assert trials.survey_all() > 1000
+        assert len(trials.survey_all()) > 1000
 
 
 def test_what_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
