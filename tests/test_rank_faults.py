@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rank_faults import PLACES, STRATEGIES, Trial, draw_trial, judge, run_trials
+from benchmarks.rank_faults import judge, run_trials
+from benchmarks.rank_trials import PLACES, STRATEGIES, Trial, draw_trial
 
 
 def trial(strategy: str, place: str, **changes: Any) -> Trial:
@@ -38,4 +39,4 @@ def test_trials_cover_every_place() -> None:
     assert {t.place for t in drawn} == set(PLACES)
     assert {t.ranks for t in drawn} == {(0,), (1,), (0, 1)}
     assert any(t.alternating for t in drawn)
-    assert len(STRATEGIES) == 6
+    assert len(STRATEGIES) == 9
