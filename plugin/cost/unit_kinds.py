@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 _PLAIN = (bool, int, float, str, type(None))
 _POSITION_SUFFIXES = ("idx", "index", "layer_id")
@@ -57,12 +58,18 @@ def _stack_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _class_of(module: nn.Module) -> type:
+    """Returns the class; a parametrized module has one of its own, made for it alone."""
+    made = type(module)
+    return made.__bases__[0] if parametrize.is_parametrized(module) else made
+
+
 def kind_of(unit: nn.Module) -> Hashable:
     """Returns what must be equal for two units to cost the same."""
     return tuple(
         (
             path,
-            type(module),
+            _class_of(module),
             module.training,
             tuple(
                 (name, None if p is None else (tuple(p.shape), p.dtype, p.requires_grad))

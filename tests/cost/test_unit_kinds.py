@@ -1,6 +1,7 @@
 from torch import nn
+from torch.nn.utils import parametrize
 
-from rematic.cost.unit_kinds import choose_slots
+from rematic.cost.unit_kinds import choose_slots, kind_of
 
 
 def blocks(widths, prefix="layers"):
@@ -42,3 +43,11 @@ def test_frozen_weights_set_units_apart():
 
 def test_a_single_unit_stands_for_itself():
     assert choose_slots(blocks([8])).positions == (0,)
+
+
+def test_parametrized_units_are_of_one_kind():
+    stack = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for layer in stack:
+        parametrize.register_parametrization(layer, "weight", nn.Identity())
+    assert len({type(layer) for layer in stack}) == 4
+    assert len({kind_of(layer) for layer in stack}) == 1
