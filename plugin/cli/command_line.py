@@ -109,7 +109,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "neither weights nor the device.",
         epilog="example: rematic plan tiny-cpu --lengths 256,1k --max-length",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or a path")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="name of a shipped recipe, a path, or package.module:name of what makes a model",
+    )
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="values that replace the recipe's"
     )

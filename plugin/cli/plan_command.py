@@ -26,7 +26,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: The recipe, the device, the budget or a length cannot be used.
     """
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    factory = arguments.recipe if _is_factory(arguments.recipe) else None
+    recipe = load_recipe("auto" if factory else arguments.recipe, arguments.overrides)
     lengths = parse_lengths(arguments.lengths, longest=recipe.data.max_length)
     budget = recipe.memory.budget if arguments.budget is None else parse_budget(arguments.budget)
     plot = None if arguments.plot is None else _plot_path(arguments.plot)
@@ -36,7 +37,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from rematic.cli.plan_plot import draw
     from rematic.cli.plan_report import format_plan
 
-    report = _plan(recipe, arguments, lengths=lengths, budget=budget)
+    report = _plan(recipe, arguments, lengths=lengths, budget=budget, factory=factory)
     if plot is not None:
         plot.write_text(draw(report.forecasts[-1]), "utf-8")
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else format_plan(report))
@@ -44,7 +45,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(
-    recipe: Recipe, arguments: argparse.Namespace, *, lengths: Sequence[int], budget: Budget
+    recipe: Recipe,
+    arguments: argparse.Namespace,
+    *,
+    lengths: Sequence[int],
+    budget: Budget,
+    factory: str | None,
 ) -> PlanReport:
     """Traces the recipe's model and judges every policy at every length."""
     from rematic.cli.plan_report import PlanReport
@@ -55,12 +61,21 @@ def _plan(
     device = _device(arguments.device or recipe.planned_on.device)
     budget_bytes = budget_of(budget, device)
     usable_bytes = int(budget_bytes * (1 - recipe.memory.reserve))
-    limit = _longest_of_interest(recipe, lengths) if arguments.max_length else max(lengths)
+    limit = max(lengths)
+    if arguments.max_length:
+        limit = 4 * limit if factory else _longest_of_interest(recipe, lengths)
     batch, padded = arguments.batch or recipe.data.batch_size, arguments.padded
     on_gpu = device.name != "cpu"
-    profile = trace_recipe(
-        recipe, on_accelerator=on_gpu, batch=batch, padded=(padded,), max_length=limit
-    )
+    if factory is None:
+        profile = trace_recipe(
+            recipe, on_accelerator=on_gpu, batch=batch, padded=(padded,), max_length=limit
+        )
+    else:
+        from rematic.cost.factory_profile import trace_factory
+
+        profile = trace_factory(
+            factory, recipe, on_accelerator=on_gpu, batch=batch, padded=padded, max_length=limit
+        )
     pace = pace_of(device)
 
     def costs_at(length: int) -> StepCosts:
@@ -72,7 +87,7 @@ def _plan(
         return longest_length(costs_at, pace, terms, policy=policy, max_length=limit)
 
     return PlanReport(
-        recipe=recipe.name,
+        recipe=factory or recipe.name,
         device=device,
         budget_bytes=budget_bytes,
         usable_bytes=usable_bytes,
@@ -81,6 +96,13 @@ def _plan(
         longest_limit=limit,
         notes=_notes(recipe, device, budget_bytes),
     )
+
+
+def _is_factory(name: str) -> bool:
+    """Returns whether an argument is an import path such as `package.module:name`."""
+    module, colon, attribute = name.partition(":")
+    parts = [*module.split("."), *attribute.split(".")]
+    return bool(colon) and all(part.isidentifier() for part in parts)
 
 
 def parse_lengths(text: str | None, *, longest: int) -> list[int]:

@@ -83,6 +83,7 @@ class Fit:
             forward=self._rise(forward, plus=others + casts - own_casts),
             backward=self._rise(backward),
             gradient=self._growth(backward) + kept,
+            cast=own_casts,
             offered=self._offered(slot),
         )
 
@@ -105,33 +106,45 @@ class Fit:
                 how it is sliced; None where it is not.
         """
         kept = self._growth(EMBEDDING)
+        casts = self.casts(counts)
+        many = None if sliced is None else sliced[0]
+        tiling = None if sliced is None else sliced[1]
         return SurroundingsProfile(
             embedding_forward=self._rise(EMBEDDING),
             embedding_kept=kept,
-            head=(
-                Envelope.over(self._head_events(counts))
-                if sliced is None
-                else TiledEnvelope.through(
-                    self._head_events(counts),
-                    sliced[0]._head_events(counts),
-                    num_forward=self._traces[0].num_before_backward,
-                    tiling=sliced[1],
-                )
-            ),
+            head=self._head(many, tiling, plus=casts, uncast=False),
             head_left=self._growth(HEAD) + self.casts([1] * len(counts)),
             embedding_backward=self._rise(AFTER),
             embedding_gradient=self._growth(AFTER) + kept,
+            casts=casts,
+            head_uncast=self._head(many, tiling, plus=casts, uncast=True) if casts.terms else None,
         )
 
-    def _head_events(self, counts: Sequence[int]) -> list[Polynomial]:
-        """Returns how high each event of the head lies above its start.
+    def _head(
+        self, many: Fit | None, tiling: Tiling | None, *, plus: Polynomial, uncast: bool
+    ) -> Envelope | TiledEnvelope:
+        """Returns how far the head rises.
 
-        Until autocast is left, the copies of all units' weights are there.
+        Args:
+            many: The same traces with `MANY_TILES` slices of the loss, if it is sliced.
+            tiling: How it is sliced.
+            plus: Copies of all units' weights, which are there until autocast is left.
+            uncast: Whether it is asked for the time after that.
         """
-        left = self._traces[0].num_before_uncast
-        before = self._events(HEAD, plus=self.casts(counts), end=left)
-        traced = self.casts([1] * len(counts))
-        return [*before, *self._events(HEAD, plus=traced, start=left)]
+        traced = self.casts([1] * len(self._traces[0].cast_bytes))
+        left = self._traces[0].num_before_uncast if plus.terms else None
+        part = slice(left, None) if uncast else slice(0, left)
+        plus = traced if uncast else plus
+        few = list(self._events(HEAD, plus=plus, start=part.start, end=part.stop))
+        if many is None or tiling is None:
+            return Envelope.over(few)
+        num_forward = self._traces[0].num_before_backward
+        return TiledEnvelope.through(
+            few,
+            list(many._events(HEAD, plus=plus, start=part.start, end=part.stop)),
+            num_forward=max(0, num_forward - (part.start or 0)),
+            tiling=tiling,
+        )
 
     def batch_bytes(self) -> Polynomial:
         """Returns the bytes of the batch."""

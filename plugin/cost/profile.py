@@ -6,7 +6,7 @@ A profile is made by `trace_profile` and knows no torch. `costs_at` answers for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rematic.cost.polynomial import Envelope, Polynomial
 from rematic.cost.tiling import TiledEnvelope, Tiling
@@ -32,6 +32,7 @@ class ActionProfile:
     forward: Envelope
     backward: Envelope
     gradient: Polynomial
+    cast: Polynomial = field(default_factory=lambda: Polynomial.constant(0))
     offered: tuple[tuple[Polynomial, bool], ...] = ()
     """Storages that the unit would move, and whether those of the traced steps were."""
 
@@ -55,6 +56,7 @@ class ActionProfile:
             backward=self.backward(batch, length) + (moved if moving.prefetches else 0),
             gradient=self.gradient(batch, length),
             moved=moved,
+            cast=self.cast(batch, length),
         )
 
 
@@ -147,6 +149,8 @@ class SurroundingsProfile:
     head_left: Polynomial
     embedding_backward: Envelope
     embedding_gradient: Polynomial
+    casts: Polynomial
+    head_uncast: Envelope | TiledEnvelope | None
 
     def at(self, batch: int, length: int, *, optimizer: int) -> Surroundings:
         """Returns the bytes at one shape."""
@@ -158,6 +162,8 @@ class SurroundingsProfile:
             embedding_backward=self.embedding_backward(batch, length),
             embedding_gradient=self.embedding_gradient(batch, length),
             optimizer=optimizer,
+            casts=self.casts(batch, length),
+            head_uncast=None if self.head_uncast is None else self.head_uncast(batch, length),
         )
 
 

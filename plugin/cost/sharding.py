@@ -192,6 +192,7 @@ def _around(
         embedding_forward=around.embedding_forward.plus(2 * root.whole),
         embedding_kept=around.embedding_kept + whole,
         head=around.head.plus(last.whole),
+        head_uncast=None if around.head_uncast is None else around.head_uncast.plus(last.whole),
         embedding_backward=around.embedding_backward.plus(model.units[0].gradient_buffer),
         embedding_gradient=around.embedding_gradient
         + Polynomial.constant(left - root.gradient_whole),

@@ -156,7 +156,8 @@ def forecast_step(costs: StepCosts, pace: Pace, terms: Terms) -> Forecast:
                 budget_bytes=terms.budget_bytes,
             )
         )
-    headless = replace(problem, around=replace(problem.around, head=0))
+    without = 0 if problem.around.head_uncast is not None else None
+    headless = replace(problem, around=replace(problem.around, head=0, head_uncast=without))
     return Forecast(
         batch=costs.batch,
         length=costs.length,

@@ -222,6 +222,7 @@ def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Optio
         backward_bytes=max(0, highest - kept),
         gradient_bytes=base.gradient,
         seconds=seconds,
+        cast_bytes=base.cast,
     )
 
 
@@ -266,4 +267,5 @@ def _option(action: Action, measured: ActionBytes, *, replay: float, pace: Pace)
         gradient_bytes=measured.gradient,
         seconds=seconds,
         moved_bytes=measured.moved,
+        cast_bytes=measured.cast,
     )

@@ -55,6 +55,10 @@ class Option:
     moved_bytes: int = 0
     """Bytes that it moves to host memory or disk in forward and back in backward."""
 
+    cast_bytes: int = 0
+    """Copies of weights that autocast makes in its forward and lets go when forward has ended; they
+    are in no other number of it."""
+
     def __post_init__(self) -> None:
         for name in ("kept_bytes", "forward_bytes", "backward_bytes", "moved_bytes", "seconds"):
             value = getattr(self, name)
@@ -113,6 +117,14 @@ class Surroundings:
 
     optimizer: int = 0
     """How far the step of the optimizer rises above weights, gradients and its state."""
+
+    casts: int = 0
+    """Copies of weights that autocast makes and lets go if nothing is kept, of all units: they are
+    in `head` and, but for its own, in `forward_bytes` of each option. A unit that is kept holds its
+    copies among its kept bytes."""
+
+    head_uncast: int | None = None
+    """How far the head rises after autocast is left; None without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +202,7 @@ def intervals_of(problem: Problem, assignment: Sequence[int]) -> Iterator[Peak]:
     """
     chosen = chosen_options(problem, assignment)
     around, fixed = problem.around, problem.fixed.total
-    kept, left = 0, 0
+    kept, left, casts = 0, 0, 0
 
     def interval(place: Place, working: int, unit: int | None = None) -> Peak:
         return Peak(
@@ -206,9 +218,11 @@ def intervals_of(problem: Problem, assignment: Sequence[int]) -> Iterator[Peak]:
     yield interval("embedding forward", around.embedding_forward)
     kept += around.embedding_kept
     for i, option in enumerate(chosen):
-        yield interval("unit forward", option.forward_bytes, i)
+        others = around.casts - option.cast_bytes  # as if no unit were kept, and all had run
+        yield interval("unit forward", max(0, option.forward_bytes - others + casts), i)
         kept += option.kept_bytes
-    yield interval("head", around.head)
+        casts += option.cast_bytes
+    yield interval("head", _head(around, casts))
     left += around.head_left
     for i in range(len(chosen) - 1, -1, -1):
         yield interval("unit backward", chosen[i].backward_bytes, i)
@@ -218,6 +232,13 @@ def intervals_of(problem: Problem, assignment: Sequence[int]) -> Iterator[Peak]:
     kept -= around.embedding_kept
     left += around.embedding_gradient
     yield interval("optimizer", around.optimizer)
+
+
+def _head(around: Surroundings, casts: int) -> int:
+    """Returns how far the head rises where units hold so many bytes of copies of weights."""
+    if around.head_uncast is None:
+        return around.head
+    return max(0, around.head - around.casts + casts, around.head_uncast)
 
 
 def chosen_options(problem: Problem, assignment: Sequence[int]) -> list[Option]:

@@ -104,6 +104,7 @@ def _segment(problem: Problem, start: int, stop: int) -> Option:
         backward_bytes=max(0, _segment_backward(keep, recompute) - kept),
         gradient_bytes=sum(option.gradient_bytes for option in keep),
         seconds=sum(option.seconds for option in recompute),
+        cast_bytes=sum(option.cast_bytes for option in recompute),
     )
 
 

@@ -73,6 +73,9 @@ class ActionBytes:
     moved: int = 0
     """Bytes that move away and come back."""
 
+    cast: int = 0
+    """Copies of weights that autocast makes in its forward and lets go after the loss."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCosts:

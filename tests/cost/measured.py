@@ -56,6 +56,7 @@ def predicted_peak(costs: StepCosts, actions: Sequence[Action]) -> Peak:
             backward_bytes=measured.backward,
             gradient_bytes=measured.gradient,
             moved_bytes=measured.moved,
+            cast_bytes=measured.cast,
             seconds=0.0,
         )
         units.append((option,))

@@ -44,7 +44,7 @@ def test_a_tiled_loss_needs_what_it_is_traced_to_need(vocabulary, frozen, autoca
     profile = trace_profile(model, settings)
     switch = rematic.use_tiled_loss(model, tile_tokens=64)
     step = RealStep(model, language_model_batch(1, 24, False), autocast=autocast)
-    places, plans = set(), ([R] * 3, [K] * 3) if autocast is None else ([R] * 3,)
+    places, plans = set(), ([R] * 3, [K] * 3, [R, K, R])
     for length in (200, 900):
         costs = profile.costs_at(batch=1, length=length)
         batch = language_model_batch(1, length, False)

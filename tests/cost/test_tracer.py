@@ -166,3 +166,15 @@ def test_gradients_that_are_there_already_count_from_the_start(settings, gradien
     # new gradients appear in backward only where there were none
     appeared = [a - b for a, b in zip(left(plain), left(costs), strict=True)]
     assert appeared == [gradients * block_bytes] * 3
+
+
+def test_copies_of_weights_by_autocast_are_counted_once(model):
+    mixed = traced(model, actions=(K, R), batch=1, padded=(False,), autocast=torch.bfloat16)
+    step = RealStep(model, language_model_batch(1, 24, False), autocast=torch.bfloat16)
+    for length in (60, 400):
+        costs = mixed.costs_at(batch=1, length=length)
+        batch = language_model_batch(1, length, False)
+        for actions in ([K] * 5, [R] * 5, [R, K, R, K, K], [R, R, R, R, K]):
+            peak = predicted_peak(costs, actions)
+            assert peak.total - peak.fixed == step.peak_bytes(batch, actions), (length, actions)
+    step.engine.detach()
