@@ -105,6 +105,8 @@ class Steps:
         """Returns the least time of any plan, or a bound of it, and whether it is proved."""
         problem = self.problem(length)
         budget = problem.fixed.total + room_bytes
+        if self.rise(length, Keep()) <= room_bytes:
+            return self.seconds(length), True
         answer = solve_exactly(problem, budget_bytes=budget, time_limit_seconds=5.0)
         proved = answer.is_proved and answer.assignment is not None
         extra = seconds_of(problem, answer.assignment) if proved else answer.bound_seconds

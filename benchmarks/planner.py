@@ -6,33 +6,32 @@ Stacks of 32 to 126 blocks with 7 actions each, 12 budgets from the smallest to 
 everything. The truth is brute force up to 10 blocks, then an integer program with a time limit: its
 proven bound, where it does not finish. Needs scipy; takes some minutes.
 
-Beside it, on the same inputs, the knapsacks that torch's compiler uses, which know only a sum of
-bytes. They are given, for each budget, the largest sum whose plan stays within that budget by the
-same peak formula, which nobody who uses them could know.
+Beside it, on the same inputs, other planners (`planner_peers.py`): the knapsacks of torch's
+compiler and `ckptplan` know only a sum of bytes, torch's `sac_milp` backward alone. Each is given,
+for each budget, the largest budget of its own whose plan stays within it by the same peak formula,
+which nobody who uses it could know.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import scipy
+from planner_peers import Peer, peers
 from planner_problems import budgets, keep_or_recompute, kept_seconds, stack
 
 from rematic.planner import Problem, best_of_all, peak_of, seconds_of, solve
 from rematic.planner.milp import solve_exactly
 
 GAP_BAR, SECONDS_BAR = 1.01, 0.05
-KNAPSACKS = ("greedy_knapsack", "ilp_knapsack", "dp_knapsack")
-Knapsack = Callable[[list[float], list[float], float], tuple[float, list[int], list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRow:
-    """One problem and budget, planned by a sum of bytes."""
+    """One problem and budget, planned by another planner."""
 
     peer: str
     num_units: int
@@ -157,8 +156,8 @@ def _peer_rows(arguments: argparse.Namespace) -> Iterator[PeerRow]:
             whole = kept_seconds(problem)
             ours = whole + solve(problem, budget_bytes=budget).seconds
             with_all = whole + solve(full, budget_bytes=budget).seconds
-            for name, knapsack in _knapsacks():
-                found = _best_by_sum(problem, knapsack, budget_bytes=budget)
+            for name, peer, tries in peers():
+                found = _best_by_sum(problem, peer, budget_bytes=budget, tries=tries)
                 yield PeerRow(
                     peer=name,
                     num_units=num_units,
@@ -168,29 +167,15 @@ def _peer_rows(arguments: argparse.Namespace) -> Iterator[PeerRow]:
                 )
 
 
-def _knapsacks() -> Iterator[tuple[str, Knapsack]]:
-    """Yields those of the installed torch; the module is private and may move."""
-    try:
-        module = importlib.import_module("torch._functorch._activation_checkpointing.knapsack")
-    except ModuleNotFoundError:
-        return
-    for name in KNAPSACKS:
-        if hasattr(module, name):
-            yield name, getattr(module, name)
-
-
-def _best_by_sum(problem: Problem, knapsack: Knapsack, *, budget_bytes: int) -> float | None:
-    """Returns the least seconds of a knapsack's plans that the peak formula lets pass."""
-    saved = [options[0].kept_bytes - options[1].kept_bytes for options in problem.units]
-    seconds = [options[1].seconds - options[0].seconds for options in problem.units]
-    shares = [one / sum(saved) for one in saved]
+def _best_by_sum(problem: Problem, peer: Peer, *, budget_bytes: int, tries: int) -> float | None:
+    """Returns the least seconds of a peer's plans that the peak formula lets pass."""
     best: float | None = None
-    for step in range(65):
-        _, kept, _ = knapsack(shares, seconds, step / 64)
-        assignment = tuple(0 if i in set(kept) else 1 for i in range(len(saved)))
-        if peak_of(problem, assignment).total <= budget_bytes:
-            found = seconds_of(problem, assignment)
-            best = found if best is None else min(best, found)
+    for step in range(tries):
+        assignment = peer(problem, step / (tries - 1))
+        if assignment is None or peak_of(problem, assignment).total > budget_bytes:
+            continue
+        found = seconds_of(problem, assignment)
+        best = found if best is None else min(best, found)
     return best
 
 
@@ -213,7 +198,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=2, help="problems of each size")
     parser.add_argument("--budgets", type=int, default=12, help="budgets of each problem")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds per integer program")
-    parser.add_argument("--no-peers", action="store_true", help="leave torch's knapsacks out")
+    parser.add_argument("--no-peers", action="store_true", help="leave other planners out")
     return parser.parse_args()
 
 
