@@ -75,6 +75,8 @@ class Session:
         self.at_stop: Callable[[StopReport], str | None] | None = None
         """Called when a micro-batch is given up, before the error; saves a checkpoint and returns
         where it is."""
+        self.split_by: str | None = "session.run(..., reduction=...)"
+        """The call that takes how a loss combines sequences; None where batches are not split."""
         self._step: OpenStep | None = None
         self._asked: StepRequest | None = None
         self._policies = PolicyChanges(

@@ -124,7 +124,7 @@ class SessionStep:
             num_torn_gradients=num_torn,
             advice=control.advise(
                 may_compress=session.settings.allow_lossy,
-                may_split=self._max_parts > 1,
+                split_by=None if self._max_parts > 1 else session.split_by,
                 head_is_peak=head_is_peak,
             ),
         )

@@ -133,16 +133,22 @@ def _attempt(attempt: FailedAttempt) -> str:
     return f"{attempt.name} (needed {attempt.needed_bytes:,} bytes)"
 
 
-def advise(*, may_compress: bool, may_split: bool, head_is_peak: bool) -> tuple[str, ...]:
-    """Returns what a person can change, what helps most first."""
+def advise(*, may_compress: bool, split_by: str | None, head_is_peak: bool) -> tuple[str, ...]:
+    """Returns what a person can change, what helps most first.
+
+    Args:
+        may_compress: Whether lossy actions are allowed already.
+        split_by: The call that takes how the loss combines sequences; None: batches are split
+            already, or cannot be.
+        head_is_peak: Whether head and loss need more than any unit.
+    """
     advice = ["Shorten the sequences, take fewer in a batch, or raise the budget."]
     if head_is_peak:
         advice.insert(0, "Most of it is needed by head and loss: use a tiled loss.")
     if not may_compress:
         advice.append("`policy: {allow_lossy: true}` permits 8-bit activations, which are lossy.")
-    if not may_split:
+    if split_by is not None:
         advice.append(
-            "`control: {allow_split: true}` with `session.run(..., reduction=...)` permits "
-            "smaller micro-batches."
+            f"`control: {{allow_split: true}}` with `{split_by}` permits smaller micro-batches."
         )
     return tuple(advice)

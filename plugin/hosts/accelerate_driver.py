@@ -107,6 +107,8 @@ class AccelerateDriver:
         """What the steps since the last report took."""
         self.is_attached = False
         """Whether a model is managed now."""
+        self.split_by: str | None = "@plugin.step(reduction=...)"
+        """The call that takes how a loss combines sequences; None where batches are not split."""
         self.manages_prepared = True
         """Whether what `prepare` is given is for training; hosts prepare for evaluation too."""
         self._options = options
@@ -194,6 +196,7 @@ class AccelerateDriver:
         """Attaches to a model, or covers more optimizers of the one that is attached."""
         if not self.is_attached:
             self.session = self._options.attach(model, self._device_to_be())
+            self.session.split_by = self.split_by if self._is_alone else None
             self.is_attached = True
             self._take_up_carried()
             self._tell_what_is_repeated()

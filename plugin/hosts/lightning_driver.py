@@ -20,10 +20,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rematic.activations import replaying
 from rematic.attachment import attach
 from rematic.batch_shape import BatchShape, default_batch_shape
+from rematic.hosts.evaluation_advice import advise_on_evaluation
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.hosts.lightning_recovery import (
     LightningRecovery,
-    advise_on_evaluation,
     save_emergency_checkpoint,
 )
 from rematic.hosts.progress_figures import progress_figures
@@ -110,6 +110,7 @@ class LightningDriver:
             overhead_bytes = session.probe.overhead_bytes - self._checkpoint_bytes
             session.probe.overhead_bytes = max(0, overhead_bytes)
         session.at_stop = functools.partial(save_emergency_checkpoint, module.trainer)
+        session.split_by = None
         self.session = session
         self._module = module
         self._figures, self._last_logged = StepFigures(), module.trainer.global_step
@@ -191,8 +192,10 @@ class LightningDriver:
 
     def explain(self, error: BaseException, trainer: pl.Trainer) -> None:
         """Says what helps where the error is one that no training policy can answer."""
-        if is_out_of_memory(error):
-            advise_on_evaluation(trainer)
+        evaluates = trainer.evaluating or trainer.predicting or trainer.sanity_checking
+        if evaluates and is_out_of_memory(error):
+            stage = trainer.state.stage
+            advise_on_evaluation("evaluation" if stage is None else stage.value)
 
     def abort(self, error: BaseException) -> None:
         """Ends a step that something interrupted."""

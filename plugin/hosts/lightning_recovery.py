@@ -242,17 +242,3 @@ def save_emergency_checkpoint(trainer: pl.Trainer, report: StopReport) -> str | 
         _log.warning("the training could not be saved to %s before it stops: %s", path, error)
         return None
     return str(path)
-
-
-EVALUATION_ADVICE = (
-    "memory ran out in %s, where no gradients are kept and recomputing cannot help: the policy of "
-    "the training is left as it is. Take smaller batches there, turn off caches such as "
-    "`use_cache`, and keep no outputs of whole batches."
-)
-
-
-def advise_on_evaluation(trainer: pl.Trainer) -> None:
-    """Says what helps where memory ran out in validation, test or prediction."""
-    stage = trainer.state.stage
-    if trainer.evaluating or trainer.predicting or trainer.sanity_checking:
-        _log.warning(EVALUATION_ADVICE, "evaluation" if stage is None else stage.value)

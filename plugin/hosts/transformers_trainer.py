@@ -19,9 +19,11 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from rematic.hosts.accelerate_driver import AccelerateDriver
+from rematic.hosts.evaluation_advice import advise_on_evaluation
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.hosts.session_file import write_session
 from rematic.hosts.trainer_counters import TrainerCounters
+from rematic.memory import is_out_of_memory
 
 _log = logging.getLogger("rematic")
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
@@ -55,11 +57,13 @@ class TrainerDriver:
         self._give_back: list[Callable[[], None]] = []
         self._take_over()
         driver.manages_prepared = False  # until `train()`
+        driver.split_by = None
         self._callback = _SavesSession(driver)
         trainer.add_callback(self._callback)
         self._seams = [
             InstanceMethod(trainer, "train", self._train),
             InstanceMethod(trainer, "training_step", self._training_step),
+            InstanceMethod(trainer, "evaluation_loop", self._evaluation_loop),
             InstanceMethod(trainer, "log", self._log_figures),
             InstanceMethod(trainer, "save_model", self._save_model),
         ]
@@ -103,6 +107,21 @@ class TrainerDriver:
         return self._driver.step(
             step, (model, inputs, *args), kwargs, state=TrainerCounters(trainer)
         )
+
+    def _evaluation_loop(
+        self,
+        loop: Callable[..., Any],
+        dataloader: object,
+        description: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # noqa: ANN401 - as evaluation_loop's
+        try:
+            return loop(dataloader, description, *args, **kwargs)
+        except BaseException as error:
+            if is_out_of_memory(error):
+                advise_on_evaluation(description.lower())
+            raise
 
     def _log_figures(
         self, log: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any

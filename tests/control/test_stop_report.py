@@ -86,7 +86,7 @@ def test_a_batch_that_told_no_shape_gets_no_numbers() -> None:
 
 
 def test_the_text_says_what_would_fit_and_what_to_do() -> None:
-    advice = advise(may_compress=False, may_split=True, head_is_peak=True)
+    advice = advise(may_compress=False, split_by=None, head_is_peak=True)
     report = replace(
         REPORT, obstacle="weights changed.", largest_length=300, num_torn_gradients=2, advice=advice
     )

@@ -82,7 +82,7 @@ def test_a_training_and_its_end_leave_the_model_as_it_was(tmp_path: Path) -> Non
     trained.trainer.train()
     assert replaced(trained.model) == []
     plugin.detach()
-    seams = {"train", "training_step", "log", "save_model"}
+    seams = {"train", "training_step", "evaluation_loop", "log", "save_model"}
     assert not seams & set(vars(trained.trainer))
     assert attributes - seams <= set(vars(trained.trainer))
     assert "prepare" not in vars(trained.trainer.accelerator)
@@ -273,6 +273,34 @@ def test_evaluation_alone_attaches_nothing(tmp_path: Path) -> None:
     trained.trainer.evaluate()
     assert plugin.session is None
     assert replaced(trained.model) == []
+
+
+class FailsInEvaluation(TrainerCallback):
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+
+def test_memory_that_runs_out_in_evaluation_gets_advice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case F6."""
+    journal = Recorded()
+    plugin = plugin_for(policy="keep", journal=journal)
+    trained = make(tmp_path, plugin=plugin, eval_strategy="steps", eval_steps=2)
+    trained.trainer.add_callback(FailsInEvaluation())
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        trained.trainer.train()
+    (message,) = [m for m in caplog.messages if m.startswith("memory ran out in")]
+    assert message.startswith("memory ran out in evaluation, where no gradients are kept")
+    assert not {"switch", "stop", "retry"} & {event["event"] for event in journal.events}
+
+
+def test_a_batch_that_is_given_up_is_not_told_to_split(tmp_path: Path) -> None:
+    """A Trainer has no place for how its loss combines sequences."""
+    plugin = plugin_for(policy="keep")
+    with pytest.raises(rematic.StepOutOfMemoryError, match="take fewer in a batch") as caught:
+        fit(tmp_path, plugin=plugin, faults=Faults(loss=set(range(100))))
+    assert "allow_split" not in str(caught.value)
 
 
 def test_offloading_of_trl_is_recognised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
