@@ -255,7 +255,7 @@ def test_a_recipe_tiles_the_loss_until_the_session_is_detached() -> None:
     plain = model(input_ids=ids, labels=ids)
     recipe = {"policy": {"start": "recompute", "tiled_loss": "always"}}
     session = rematic.attach(model, recipe=recipe, journal=journal)
-    output = model(input_ids=ids, labels=ids)
+    output = model(input_ids=ids, labels=ids, use_cache=False)
     assert output.logits is None
     torch.testing.assert_close(output.loss, plain.loss)
     assert [event["kind"] for event in journal.of("notice")] == ["tiled_loss"]
