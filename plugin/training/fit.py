@@ -134,7 +134,6 @@ class Fit:
             allow_code=job.allow_code,
             sharded_units=recipe.policy.units if recipe.distributed.strategy == "fsdp2" else None,
         )
-        module.batches_before = job.data.loader.finished
         self._strategy = build_strategy(recipe, probe=self._probe(), journal=self._journal)
         checkpoint = job.directory.checkpoint if job.is_resumed else None
         with _quiet_libraries():

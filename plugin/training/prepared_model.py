@@ -13,6 +13,7 @@ from rematic.training.model import DTYPES, build_empty_model, build_model, load_
 from rematic.training.model_size import ModelSize, size_of
 from rematic.training.optimizer_memory import optimizer_state_bytes
 from rematic.training.quantize import (
+    check_experts,
     fused_experts,
     held_bytes,
     keep_layout,
@@ -71,6 +72,7 @@ def prepare_empty_model(recipe: Recipe, *, config: PreTrainedConfig) -> nn.Modul
     model = build_empty_model(recipe.model, max_length=1, config=config)
     if recipe.weight_format != "none":
         list(linears_to_quantize(model, recipe.quantization))  # checks the names
+        check_experts(model, recipe.weight_format)
     if recipe.tuning.method != "full":
         model = add_adapter(model, recipe.tuning, source=recipe.model)
     return model

@@ -56,22 +56,31 @@ def quantize_experts(
     """Packs the fused experts of a mixture in 4 bits; they are unpacked whenever they are read.
 
     Raises:
-        ValueError: 8 bits are asked for, in which bitsandbytes cannot hold them.
+        ValueError: As `check_experts`.
     """
+    check_experts(model, weight_format)
     experts = list(fused_experts(model))
     if not experts:
         return
-    if weight_format not in FOUR_BIT:
-        raise ValueError(
-            f"quantization.format is {weight_format!r}, but the experts of this model are fused "
-            "into tensors that bitsandbytes holds in 4 bits only; write tuning.method: qlora"
-        )
     parametrize = import_extra(
         "bitsandbytes.nn.parametrize", extra="bitsandbytes", needed_by="quantization of experts"
     )
     for module, name in experts:
         parametrize.replace_parameter_4bit(
             module, name, compress_statistics=quantization.double, quant_type=weight_format
+        )
+
+
+def check_experts(model: nn.Module, weight_format: WeightFormat) -> None:
+    """Refuses fused experts in 8 bits, in which bitsandbytes cannot hold them.
+
+    Raises:
+        ValueError: There are some.
+    """
+    if weight_format not in FOUR_BIT and any(True for _ in fused_experts(model)):
+        raise ValueError(
+            f"quantization.format is {weight_format!r}, but the experts of this model are fused "
+            "into tensors that bitsandbytes holds in 4 bits only; write tuning.method: qlora"
         )
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from rematic.recipes import TrainingConfig
 
 
+_BATCHES_KEY = "rematic_batches"
+"""Where a checkpoint holds how many batches were trained."""
+
+
 def batch_seed(seed: int, *, number: int, rank: int = 0) -> int:
     """Seed of the random numbers of one batch, the same in a run that was resumed.
 
@@ -105,6 +109,7 @@ class TrainedModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leaves frozen weights out, with what describes packed ones."""
+        checkpoint[_BATCHES_KEY] = self.batches_before
         if self.strict_loading or "state_dict" not in checkpoint:
             return
         kept = self._kept_names()
@@ -113,6 +118,7 @@ class TrainedModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint of another adapter, which a lenient load would pass over."""
+        self.batches_before = checkpoint.get(_BATCHES_KEY, 0)
         found, wanted = set(checkpoint.get("state_dict", {})), self._kept_names()
         if not self.strict_loading and found != wanted:
             different = sorted(found ^ wanted)
