@@ -2,7 +2,7 @@
 
 Every way to train is a child process with the same model under a real heap cap (`RLIMIT_DATA`); the
 children take turns, document by document. Budget over idle = peak of recompute-all + f x (peak of
-keep-all - peak of recompute-all), both measured at the longest document.
+keep-all - peak of recompute-all), both measured at the longest document (`--longest`).
 
     .venv/bin/python benchmarks/variable_length.py --json --out figures.json
     .venv/bin/python benchmarks/variable_length.py --quick --json
@@ -12,8 +12,8 @@ every second; the op list of torchtitan through torch's selective contexts; the 
 {keep, list, recompute} by torch's own means; the best fixed mix of rematic's op sets; and the best
 plan for each length, which no rival could know. The last three come from an exhaustive search over
 a table measured in the same run (seconds) and the traced bytes. A mix that does not survive the
-longest document for real is passed over for the next one. A document that runs out of memory is
-counted as `lost`.
+longest document for real is passed over for the best one that needs 1 % less. A document that runs
+out of memory is counted as `lost`.
 
 Times are those of the processor (user and system), forward, backward and update: with one thread
 and nothing else running that is the time of the clock, which stands beside them. They count

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from rematic.recipes import DataConfig
 from rematic.training.corpus import EMBEDDED_SOURCE, load_corpus
 
 SHORTEST = 64
@@ -54,7 +55,7 @@ def load_workload(name: str, *, longest: int, every: int = 1) -> Workload:
         longest: Tokens at which documents are cut.
         every: Take every so-manieth document by length, from the longest down.
     """
-    corpus = load_corpus(EMBEDDED_SOURCE)
+    corpus = load_corpus(DataConfig(source=EMBEDDED_SOURCE))
     texts = [document.text for document in corpus.documents]
     if name == "corpus":
         cut = [text[: min(longest, len(text) // 4)] for text in texts]
