@@ -20,7 +20,6 @@ from rematic.control.goals import ControlRules
 from rematic.control.observation import Observation
 from rematic.control.risk import (
     TREND_STEPS,
-    WARM_UP_STEPS,
     Risk,
     RiskState,
     Verdict,
@@ -74,9 +73,10 @@ def decide(
     samples = state.samples
     if risk.verdict != "spill":  # what is paged out is no baseline
         samples = with_sample(samples, seen.policy, sample)
-    drift, drift_gates = drifted(
-        state.drift, seen, num_retries=failures + _new_alloc_retries(state, risk_state)
-    )
+    retries = failures
+    if risk_state.retry_streak:  # the allocator's count has risen in this step
+        retries += (risk_state.num_alloc_retries or 0) - (state.risk.num_alloc_retries or 0)
+    drift, drift_gates = drifted(state.drift, seen, retries)
     state = ControllerState(
         seen.policy,
         seen.depth,
@@ -114,13 +114,6 @@ def _new_ooms(state: ControllerState, seen: Observation) -> int:
     return max(0, seen.num_ooms - state.num_ooms)
 
 
-def _new_alloc_retries(state: ControllerState, after: RiskState) -> int:
-    before, now = state.risk.num_alloc_retries, after.num_alloc_retries
-    if before is None or now is None or state.risk.num_steps < WARM_UP_STEPS:
-        return 0
-    return max(0, now - before)
-
-
 def _reopen(
     state: ControllerState, seen: Observation, rules: ControlRules, plain: Decision
 ) -> tuple[ControllerState, Decision]:
@@ -153,10 +146,10 @@ def _act(
 ) -> tuple[ControllerState, Decision]:
     """Answers a step that was troubled, under probation, or under a heavier policy than wanted."""
     window = rules.pace.window_steps
-    state = state._replace(
-        switches=_within(state.switches, seen.step, window),
-        releases=_within(state.releases, seen.step, window),
-    )
+    switches = _within(state.switches, seen.step, window)
+    releases = _within(state.releases, seen.step, window)
+    if switches is not state.switches or releases is not state.releases:
+        state = state._replace(switches=switches, releases=releases)
     if state.awaited is not None:
         if seen.step - state.awaited_since < window:
             return state, plain
@@ -184,7 +177,9 @@ def _is_hurt(state: ControllerState, seen: Observation) -> bool:
 
 
 def _within(steps: tuple[int, ...], now: int, window: int) -> tuple[int, ...]:
-    return tuple(step for step in steps if now - step < window) if steps else steps
+    if not steps or now - steps[0] < window:  # they rise
+        return steps
+    return tuple(step for step in steps if now - step < window)
 
 
 def _end_trial(

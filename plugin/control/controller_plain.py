@@ -73,14 +73,12 @@ def _trial_from_plain(plain: Mapping[str, Any]) -> Trial:
 
 def _drift_to_plain(drift: Drift) -> dict[str, Any]:
     baseline = None if drift.baseline is None else list(drift.baseline)
-    return {"baseline": baseline, "now": list(drift.now), "is_wary": drift.is_wary}
+    return {**drift._asdict(), "baseline": baseline}
 
 
 def _drift_from_plain(plain: Mapping[str, Any]) -> Drift:
     baseline = plain["baseline"]
-    return Drift(
-        None if baseline is None else Stretch(*baseline), Stretch(*plain["now"]), plain["is_wary"]
-    )
+    return Drift(**{**plain, "baseline": None if baseline is None else Stretch(*baseline)})
 
 
 def rules_to_plain(rules: ControlRules) -> dict[str, Any]:

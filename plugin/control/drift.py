@@ -44,17 +44,21 @@ class Stretch(NamedTuple):
 
 
 class Drift(NamedTuple):
-    """The steps under the policy in force."""
+    """The steps under the policy in force; flat, since one is made every step."""
 
+    num_steps: int = 0
+    """The stretch that is not complete yet, in the fields of `Stretch`."""
+    log_tokens: float = 0.0
+    errors: float = 0.0
+    num_predicted: int = 0
+    num_retries: int = 0
     baseline: Stretch | None = None
     """The first stretch; after a drift the one that has drifted."""
-    now: Stretch = Stretch()
-    """The stretch that is not complete yet."""
     is_wary: bool = False
     """Whether predictions or allocations were worse in the last stretch: steps are armed then."""
 
 
-def drifted(drift: Drift, seen: Observation, *, num_retries: int) -> tuple[Drift, tuple[Gate, ...]]:
+def drifted(drift: Drift, seen: Observation, num_retries: int) -> tuple[Drift, tuple[Gate, ...]]:
     """Returns the stretches after a step, and the gates if a stretch has ended.
 
     Args:
@@ -62,25 +66,22 @@ def drifted(drift: Drift, seen: Observation, *, num_retries: int) -> tuple[Drift
         seen: The step.
         num_retries: Allocations of the step that failed and were answered.
     """
-    n, log_tokens, errors, num_predicted, retries = drift.now
-    predicted, peak = seen.predicted_peak_bytes, seen.peak_bytes
+    n, log_tokens, errors, num_predicted, retries, baseline, is_wary = drift
+    predicted, peak, tokens = seen.predicted_peak_bytes, seen.peak_bytes, seen.tokens
     if predicted and peak is not None:
         errors += min(1.0, abs(peak / predicted - 1))
         num_predicted += 1
-    log_tokens += math.log(max(seen.tokens, 1))
-    now = Stretch(n + 1, log_tokens, errors, num_predicted, retries + num_retries)
-    if n + 1 < STRETCH_STEPS:
-        return Drift(drift.baseline, now, drift.is_wary), ()
-    if drift.baseline is None:
-        return Drift(now), ()
-    gates = (
-        _lengths(now, drift.baseline),
-        _predictions(now, drift.baseline),
-        _retries(now, drift.baseline),
-    )
-    failed = {gate.name for gate in gates if gate.passed is False}
-    baseline = now if failed else drift.baseline
-    return Drift(baseline, is_wary=bool(failed & {"predictions", "retries"})), gates
+    log_tokens += math.log(tokens) if tokens > 1 else 0.0
+    n, retries = n + 1, retries + num_retries
+    if n < STRETCH_STEPS:
+        return Drift(n, log_tokens, errors, num_predicted, retries, baseline, is_wary), ()
+    now = Stretch(n, log_tokens, errors, num_predicted, retries)
+    if baseline is None:
+        return Drift(baseline=now), ()
+    gates = (_lengths(now, baseline), _predictions(now, baseline), _retries(now, baseline))
+    missed = {gate.name for gate in gates if gate.passed is False}
+    is_wary = bool(missed & {"predictions", "retries"})
+    return Drift(baseline=now if missed else baseline, is_wary=is_wary), gates
 
 
 def _lengths(now: Stretch, baseline: Stretch) -> Gate:
