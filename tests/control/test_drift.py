@@ -25,7 +25,7 @@ def gates_of(first: dict[str, Any], then: dict[str, Any], retries: int = 0) -> d
     for number in range(2 * STRETCH_STEPS):
         late = number - STRETCH_STEPS
         drift, gates = drifted(
-            drift, step(**(first if late < 0 else then)), num_retries=int(0 <= late < retries)
+            drift, step(**(first if late < 0 else then)), int(0 <= late < retries)
         )
     return {gate.name: gate for gate in gates}
 
