@@ -31,7 +31,7 @@ from rematic.policy import Plan
 from rematic.recipes import load_recipe
 from rematic.training.model import build_model
 
-CLOSE = 0.02
+CLOSE = 0.03
 """Options whose measured times differ by less than this share are not ordered."""
 
 MEASURED_ACTIONS = ("keep", "selective", "recompute")
@@ -127,7 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the figures alone, for scripts")
     parser.add_argument("--layers", type=int, default=4, help="blocks of the model, at least 2")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of each kind")
     return parser.parse_args()
 
