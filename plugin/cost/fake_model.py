@@ -44,6 +44,8 @@ def _copy_quantization(
     tensor: torch.Tensor, fake: torch.Tensor, twins: RealTwins, memo: dict[int, Any]
 ) -> None:
     """Gives the fake of a 4-bit weight of bitsandbytes (0.50) what its layer reads from it."""
+    if type(tensor).__name__ == "Int8Params":  # its codes and scales are in its layer by now
+        fake.CB = fake.SCB = None  # type: ignore[attr-defined] # as there
     state = getattr(tensor, "quant_state", None)
     if state is not None:
         for scale in quantization_tensors(tensor):

@@ -18,7 +18,7 @@ from rematic.batch_shape import default_batch_shape
 from rematic.cost.event_log import EventLog, Interval
 from rematic.cost.fake_model import fake_copy, shorten
 from rematic.cost.op_log import LoggedOp, OpLog
-from rematic.cost.real_path import on_real_path
+from rematic.cost.real_path import accelerators_8_bits, on_real_path
 from rematic.cost.real_twins import RealTwins
 from rematic.cost.tiling import FEW_TILES
 from rematic.cost.torch_private import FakeTensorMode
@@ -149,7 +149,8 @@ class TracedModel:
         parameters = list(self.model.parameters())
         for parameter in parameters:
             parameter.grad = None
-        with self._fake_mode, on_real_path():
+        eight_bits = accelerators_8_bits() if self._places.takes_memory else nullcontext()
+        with self._fake_mode, on_real_path(), eight_bits:
             fakes = {name: self._twins.fake(tensor) for name, tensor in batch.items()}
             if accumulates:
                 for parameter in parameters:

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from rematic.cost import TraceSettings, language_model_batch, trace_profile
+from rematic.cost import TraceSettings, language_model_batch, trace_profile, trace_recipe
 from rematic.cost.fake_model import quantization_tensors
 from rematic.cost.recipe_model import empty_recipe_model
 from rematic.recipes import ModelConfig, QuantizationConfig, Recipe, TuningConfig
@@ -77,3 +77,18 @@ def test_layers_in_8_bits_hold_a_byte_for_each_weight_and_a_scale_for_each_row()
     )
     assert (layer.weight.dtype, tuple(layer.weight.shape)) == (torch.int8, (64, 176))
     assert tuple(layer.state.SCB.shape) == (64,)
+
+
+def test_layers_in_8_bits_are_traced_as_on_a_gpu():
+    made = dataclasses.replace(
+        recipe(),
+        tuning=TuningConfig(method="lora", targets=("q_proj",)),
+        quantization=QuantizationConfig(format="int8"),
+    )
+    profile = trace_recipe(made, on_accelerator=True, actions=())
+    costs = profile.costs_at(batch=1, length=256)
+    packed = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176)
+    rest = 2 * (2 * 512 * 64 + 5 * 64)
+    assert costs.fixed.weights > packed + rest
+    assert costs.fixed.weights < 1.2 * (packed + rest)
+    assert "bitsandbytes::int8_scaled_mm" in {op.name for op in costs.classes[0].ops}
