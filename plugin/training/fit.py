@@ -136,7 +136,7 @@ class Fit:
         )
         self._strategy = build_strategy(recipe, probe=self._probe(), journal=self._journal)
         checkpoint = job.directory.checkpoint if job.is_resumed else None
-        with _quiet_libraries():
+        with _quiet_libraries(), _without_cache(self._model):
             try:
                 os.environ[RUN_VARIABLE] = str(job.directory.path.resolve())
                 trainer = self._trainer(self._strategy)
@@ -306,6 +306,23 @@ def _quiet_libraries() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Lets the config say that nothing is cached, for whoever calls the model while it trains.
+
+    What is saved afterwards says again what it said before.
+    """
+    config: Any = getattr(model, "config", None)
+    before = getattr(config, "use_cache", None)
+    if before is not None:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.use_cache = before
 
 
 @contextmanager

@@ -226,6 +226,7 @@ def test_full_weights_are_a_model_of_transformers() -> None:
     with torch.no_grad():
         assert torch.equal(again(**_question()).logits, logits)
     assert recipe.saved == ("full",)
+    assert again.config.use_cache  # off while it trains
 
 
 def load_recipe_with_weights() -> Recipe:
