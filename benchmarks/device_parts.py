@@ -287,6 +287,16 @@ def predictions(device: torch.device) -> Figures:
     return {"ok": bool(rows) and within, "rows": rows}
 
 
+def recipes(device: torch.device) -> Figures:
+    """Small recipes train: 4- and 8-bit weights, paged 8-bit AdamW, packing, a tiled loss."""
+    from benchmarks.device_recipes import train_ways
+
+    try:
+        return train_ways(device)
+    except ModuleNotFoundError as error:
+        raise NotHere(f"{error.name} is not installed") from None
+
+
 PARTS: dict[str, Callable[[torch.device], Figures]] = {
     "parity": parity,
     "out_of_memory": out_of_memory,
@@ -298,6 +308,7 @@ PARTS: dict[str, Callable[[torch.device], Figures]] = {
     "quantized": quantized,
     "device_threads": device_threads,
     "predictions": predictions,
+    "recipes": recipes,
 }
 """Every part by its name."""
 
