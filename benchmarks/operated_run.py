@@ -13,6 +13,7 @@ Linux with glibc 2.33. The tests run it with two layers (tests/test_operated_run
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -112,9 +113,9 @@ def operate(folder: Path, child: subprocess.Popen[bytes]) -> str:
     """Waits until the second policy is in force, and takes it back as an operator does."""
     while not (folder / FILE_NAME).exists():
         _check(child)
-    tail = JournalTail(folder / FILE_NAME)
-    while not any(e["event"] == "step" and e["policy"] == CALM for e in tail.read()):
-        _check(child)
+    with contextlib.closing(JournalTail(folder / FILE_NAME)) as tail:
+        while not any(e["event"] == "step" and e["policy"] == CALM for e in tail.read()):
+            _check(child)
     command = [sys.executable, "-m", "rematic.cli", "rollback", str(folder), "--reason", "too slow"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
