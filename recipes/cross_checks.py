@@ -177,6 +177,14 @@ def _check_batches(recipe: Recipe) -> None:
         expected=f"false, since model.task is {recipe.model.task}",
         remedy="remove it",
     )
+    flash = recipe.model.attention.startswith("flash")
+    _require(
+        recipe,
+        "data.batch_size",
+        not (data.packing and flash) or data.batch_size == 1,
+        expected="1, since flash attention keeps packed documents apart in one sequence only",
+        remedy="write 1 and raise max_length or training.accumulate, or model.attention: sdpa",
+    )
     _require(
         recipe,
         "data.order",

@@ -162,9 +162,12 @@ def _make_config(model: ModelConfig, *, marks: Mapping[str, int | None]) -> PreT
     _check_keys(model.type, model.config)
     marks = {key: value for key, value in marks.items() if _has_mark(model.type, key)}
     try:
-        return AutoConfig.for_model(model.type, **{**marks, **model.config})
+        config = AutoConfig.for_model(model.type, **{**marks, **model.config})
     except Exception as error:  # transformers raises a dozen kinds for a bad value
         raise ValueError(refusal(model.type, error)) from error
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # as T5 does, whose files say so
+    return config
 
 
 def _has_mark(model_type: str, key: str) -> bool:

@@ -79,6 +79,12 @@ QLORA = "tuning: {method: qlora}"
             "2:17: data.packing is true; expected false, since model.task is masked-lm; remove it",
         ),
         (
+            "model: {attention: flash_attention_2}\ndata: {packing: true, batch_size: 2}",
+            "2:35: data.batch_size is 2; expected 1, since flash attention keeps packed documents"
+            " apart in one sequence only; write 1 and raise max_length or training.accumulate, or"
+            " model.attention: sdpa",
+        ),
+        (
             "data: {packing: true, order: longest-first}",
             "1:30: data.order is 'longest-first'; expected shuffled or written, since packed"
             " sequences are about equally long; remove it, or packing",
