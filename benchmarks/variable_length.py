@@ -17,7 +17,8 @@ out of memory is counted as `lost`.
 
 Times are those of the processor (user and system), forward, backward and update: with one thread
 and nothing else running that is the time of the clock, which stands beside them. They count
-everything that rematic does, the tracing of the model included. Linux with glibc 2.33.
+everything that rematic does, the tracing of the model included; keys that end in `_settled` leave
+out the documents that it learned from. Linux with glibc 2.33.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ def _row(workload: str, share: float, epochs: Sequence[list[Row]], of: Row) -> R
         parts = [part for part in parts if part is not None]
         row[key] = statistics.median(r for r in ratios if r is not None) if ratios else None
         row[f"{key}_spread"] = [min(parts), max(parts)] if parts else None
+        row[f"{key}_settled"] = _ratio([d for d in documents if not _is_watched(d)], peer)
     return row
 
 
@@ -94,6 +95,11 @@ def _ratio(documents: Sequence[Row], peer: str, *, of: str = "rematic") -> float
     return sum(a for a, _ in both) / total if total else None
 
 
+def _is_watched(document: Row) -> bool:
+    """Returns whether rematic read memory after every op, to learn; the model is traced then."""
+    return bool(document["ways"]["rematic"].get("peak_source") == "op ends")
+
+
 def _folds(documents: Sequence[Row]) -> list[list[Row]]:
     """Returns parts of equal mixes of lengths."""
     ordered = sorted(documents, key=lambda document: document["length"])
@@ -112,7 +118,9 @@ def as_text(result: Row) -> str:
             if key not in row:
                 continue
             low, high = row[f"{key}_spread"] or (float("nan"),) * 2
-            lines.append(f"  rematic over {peer}: {row[key]:.3f} ({low:.3f} to {high:.3f})")
+            settled = row[f"{key}_settled"]
+            apart = "" if settled is None else f"; {settled:.3f} without steps that it learned from"
+            lines.append(f"  rematic over {peer}: {row[key]:.3f} ({low:.3f} to {high:.3f}{apart})")
         for name, way in row["ways"].items():
             peak = "-" if way["peak_bytes"] is None else f"{way['peak_bytes'] / 2**20:.0f}"
             ratio = "-" if way["time_vs_full"] is None else f"{way['time_vs_full']:.3f}"
