@@ -39,7 +39,7 @@ def add_adapter(model: nn.Module, tuning: TuningConfig, *, source: ModelConfig) 
         use_rslora=tuning.rslora,
         use_dora=tuning.method == "dora",
         task_type=TASKS[source.task].peft_name,
-        base_model_name_or_path=source.id or source.path,
+        base_model_name_or_path=vars(model).get("name_or_path") or None,  # what PEFT puts there
         revision=source.revision,
     )
     try:

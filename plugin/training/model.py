@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,17 +86,40 @@ def load_model(
 
         empty = build_empty_model(model, max_length=1, config=saved)
         options |= load_options(empty, quantization, weight_format)
+    if str(saved.model_type).endswith("_text"):
+        options["key_mapping"] = _NAMES_OF_TEXT_PARTS
     try:
-        loaded: nn.Module = TASKS[model.task].auto_class.from_pretrained(
+        loaded, report = TASKS[model.task].auto_class.from_pretrained(
             source_of(model),
             config=saved,
             dtype=DTYPES[model.dtype],
             use_safetensors=True,
+            output_loading_info=True,
             **options,
         )
     except Exception as error:  # of hub, network, file system and transformers alike
         raise ValueError(cannot_load("the weights", model, error)) from error
-    return loaded.train()
+    _check_complete(model, sorted(report["missing_keys"]))
+    trained: nn.Module = loaded.train()
+    return trained
+
+
+def _check_complete(model: ModelConfig, missing: Sequence[str]) -> None:
+    """Refuses weights of which transformers would draw a part at random; a new head may be."""
+    if model.task == "sequence-classification":
+        missing = [name for name in missing if name.partition(".")[0] not in _NEW_HEADS]
+    if missing:
+        raise ValueError(
+            f"the weights of {name_source(model)} lack {len(missing)} tensors of a "
+            f"{model.task} model, such as {missing[0]}, which would be random; expected all of "
+            "them: name a model of that task and type"
+        )
+
+
+_NAMES_OF_TEXT_PARTS = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
+"""How models that also see name the weights of their language model, and how it does by itself."""
+
+_NEW_HEADS = ("score", "classifier", "classification_head", "pre_classifier", "head")
 
 
 def name_attention(model: nn.Module) -> str:

@@ -71,9 +71,17 @@ def load_config(model: ModelConfig) -> PreTrainedConfig:
             f"{name_source(model)} holds weights that are quantized already; expected the model "
             "they were made from: name that, and let quantization.format say how it is held"
         )
+    if is_text_part(model, config):
+        config = config.text_config
     if model.type is not None:
         _check_agreement(model, config)
     return config
+
+
+def is_text_part(model: ModelConfig, saved: PreTrainedConfig) -> bool:
+    """Whether the recipe means the language model inside a saved one that also sees or hears."""
+    inner = getattr(saved, "text_config", None)
+    return inner is not None and saved.model_type != model.type and inner.model_type == model.type
 
 
 def source_of(model: ModelConfig) -> str:

@@ -11,7 +11,15 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaForCausalLM,
+)
 
 from rematic.recipes import Recipe, load_recipe
 from rematic.training.data import load_data
@@ -206,3 +214,41 @@ def test_a_vocabulary_that_is_too_small_is_refused(folder: Path, tmp_path: Path)
     recipe = recipe_for("model.type=llama", f"model.config={config}", f"data.tokenizer={folder}")
     with pytest.raises(ValueError, match="vocab_size is 5; the tokenizer has 9 tokens: write 9"):
         prepared(recipe)
+
+
+def test_the_language_model_inside_one_that_also_sees_is_trained(tmp_path: Path) -> None:
+    text = {**SIZES, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 16}
+    seeing = Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=text,
+            vision_config={
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            mm_tokens_per_image=4,
+        )
+    )
+    seeing.save_pretrained(tmp_path / "seeing")
+    save_tokenizer(tmp_path / "seeing")
+    config = ", ".join(f"{key}: {value}" for key, value in text.items())
+    model = prepared(
+        recipe_for(
+            *(f"model.path={tmp_path / 'seeing'}", "model.type=gemma3_text"),
+            f"model.config={{{config}}}",
+        )
+    )
+    inner = seeing.model.language_model.state_dict()
+    assert all(torch.equal(model.model.state_dict()[key], inner[key]) for key in inner)
+
+
+def test_weights_that_lack_a_part_are_refused(tmp_path: Path, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lack 1 tensors of a causal-lm model, such as model\.la"):
+        prepared(recipe_for(f"model.path={folder}"))
