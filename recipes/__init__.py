@@ -14,6 +14,8 @@ from rematic.recipes.control_schema import ControlConfig as ControlConfig
 from rematic.recipes.control_schema import GoalsConfig as GoalsConfig
 from rematic.recipes.data_schema import DataConfig as DataConfig
 from rematic.recipes.data_schema import EvaluationConfig as EvaluationConfig
+from rematic.recipes.describe import differences_as_plain as differences_as_plain
+from rematic.recipes.describe import format_plain as format_plain
 from rematic.recipes.describe import format_recipe as format_recipe
 from rematic.recipes.describe import recipe_as_plain as recipe_as_plain
 from rematic.recipes.errors import RecipeError as RecipeError

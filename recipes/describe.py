@@ -20,20 +20,44 @@ def recipe_as_plain(recipe: Recipe) -> dict[str, object]:
     return {field.name: _plain(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}
 
 
+def differences_as_plain(recipe: Recipe) -> dict[str, object]:
+    """What of the recipe differs from a recipe of defaults, as a file would say it."""
+    return _differences(recipe, Recipe())
+
+
+def format_plain(values: Mapping[str, object]) -> str:
+    """Dicts, lists and scalars as YAML that loads to the same values, by any version of YAML."""
+    return "".join(f"{text}\n" for text, _ in _lines(dict(values), path=(), indent=""))
+
+
 def format_recipe(recipe: Recipe, *, origins: Mapping[str, Origin] | None = None) -> str:
     """The resolved recipe as YAML that loads to the same recipe, by any version of YAML.
 
     With `origins`, as `load_recipe_with_origins` returns them, each value carries a comment that
     says where it was written.
     """
-    lines = list(_lines(recipe_as_plain(recipe), path=(), indent=""))
     if origins is None:
-        return "".join(f"{text}\n" for text, _ in lines)
+        return format_plain(recipe_as_plain(recipe))
+    lines = list(_lines(recipe_as_plain(recipe), path=(), indent=""))
     width = min(max(len(text) for text, _ in lines), 48)
     commented = (
         f"{text:{width}}  # {origins[path]}" if path in origins else text for text, path in lines
     )
     return "".join(f"{line}\n" for line in commented)
+
+
+def _differences(value: object, default: object) -> dict[str, object]:
+    """Fields of a dataclass that are not those of the default; of a choice its name as well."""
+    assert dataclasses.is_dataclass(value)
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(value):
+        mine, other = getattr(value, field.name), getattr(default, field.name)
+        if mine == other and (field.name != "name" or isinstance(value, Recipe)):
+            continue
+        is_section = dataclasses.is_dataclass(mine) and type(mine) is type(other)
+        same = is_section and not isinstance(mine, Budget)
+        found[field.name] = _differences(mine, other) if same else _plain(mine)
+    return found
 
 
 def _plain(value: object) -> object:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rematic.cli.exit_codes import FAILED, INTERRUPTED, USER_ERROR
+from rematic.cli.recipes_parsers import add_recipes_command
 from rematic.cli.run_parsers import add_run_commands
 from rematic.version import __version__
 
@@ -71,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
     _add_plan(commands)
+    add_recipes_command(commands)
     _add_report(commands)
     add_run_commands(commands)
     _add_demo(commands)

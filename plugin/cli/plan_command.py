@@ -68,7 +68,12 @@ def _plan(
     on_gpu = device.name != "cpu"
     if factory is None:
         profile = trace_recipe(
-            recipe, on_accelerator=on_gpu, batch=batch, padded=(padded,), max_length=limit
+            recipe,
+            on_accelerator=on_gpu,
+            batch=batch,
+            padded=(padded,),
+            max_length=limit,
+            actions=actions_to_plan(recipe),
         )
     else:
         from rematic.cost.factory_profile import trace_factory
@@ -81,7 +86,7 @@ def _plan(
     def costs_at(length: int) -> StepCosts:
         return profile.costs_at(batch=batch, length=length, padded=padded)
 
-    terms = Terms(budget_bytes=usable_bytes, given=_given(recipe, costs_at(min(lengths))))
+    terms = Terms(budget_bytes=usable_bytes, given=actions_given(recipe, costs_at(min(lengths))))
 
     def longest(policy: str) -> int:
         return longest_length(costs_at, pace, terms, policy=policy, max_length=limit)
@@ -167,7 +172,24 @@ def _longest_of_interest(recipe: Recipe, lengths: Sequence[int]) -> int:
     return max(positions, *lengths) if isinstance(positions, int) else 4 * max(lengths)
 
 
-def _given(recipe: Recipe, costs: StepCosts) -> tuple[Action | None, ...] | None:
+def actions_to_plan(recipe: Recipe) -> tuple[Action, ...]:
+    """Returns the actions to trace: those that move tensors only where the recipe names a place.
+
+    A running session asks the same of the recipe. `offload`, which moves far more than the inputs
+    of blocks, is traced only where the recipe names it.
+    """
+    from rematic.policy import Keep, Offload, Recompute, RecomputeOffload
+
+    named = {recipe.policy.start, *(rule.action.name for rule in recipe.policy.rules)}
+    actions: list[Action] = [Keep(), Recompute()]
+    if recipe.memory.scratch_dir is not None or "recompute+offload" in named:
+        actions.append(RecomputeOffload())
+    if "offload" in named:
+        actions.append(Offload())
+    return tuple(actions)
+
+
+def actions_given(recipe: Recipe, costs: StepCosts) -> tuple[Action | None, ...] | None:
     """Returns the action that the recipe's rules give each unit, None where they leave a choice."""
     if not recipe.policy.rules:
         return None

@@ -195,6 +195,20 @@ GPUS = (
 )
 """The GPUs that `rematic plan --device` knows."""
 
+REFERENCE_CPU = Device(
+    name="cpu",
+    memory_bytes=None,
+    flops_per_second=(("float32", 8.5e10), ("bfloat16", 2e11)),
+    bytes_per_second=1.9e10,
+    link_bytes_per_second=5e8,
+    attained_share=1.0,
+    replay_seconds=REPLAY_SECONDS,
+    selective_seconds=4.7e-3,
+    overlaps_host=False,
+    source="what one thread of an AMD EPYC did once, so that figures are the same everywhere",
+)
+"""A CPU for figures that are written down; what is planned for a run goes by the local one."""
+
 _ALIASES = {"a100": "a100-80g", "a10": "a10g", "3090": "rtx-3090", "4090": "rtx-4090"}
 _ALIASES |= {"5090": "rtx-5090", "h100-80g": "h100", "h200-141g": "h200", "a100-40gb": "a100-40g"}
 _ALIASES |= {"a100-80gb": "a100-80g"}
