@@ -43,12 +43,28 @@ def test_every_shipped_recipe_says_how_to_run_it(name: str) -> None:
     assert any(line.startswith("# Does not work: ") for line in header)
 
 
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_shipped_recipe_says_what_it_was_planned_and_measured_on(name: str) -> None:
+    recipe = load_recipe(name)
+    planned, measured = recipe.planned_on, recipe.measured_on
+    header = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n\n")[0]
+    (line,) = [line for line in header.splitlines() if line.startswith("# Planned:  for ")]
+    count = {1: "one", 2: "two", 4: "four", 8: "eight"}[recipe.distributed.devices]
+    device = "the CPU" if planned.device == "cpu" else f"{count} {planned.device}"
+    assert line.startswith(f"# Planned:  for {device}")
+    assert planned.peak_bytes
+    assert (planned.step_seconds is None) is (planned.device == "cpu")
+    assert ("# Measured: nothing yet" in header) is (measured.device is None)
+
+
 def test_the_static_baseline_differs_by_its_policy_alone() -> None:
     planned, full = load_recipe("tiny-cpu"), load_recipe("tiny-cpu-full")
     assert (planned.policy.start, full.policy.start) == ("planned", "recompute")
     policy = dataclasses.replace(planned.policy, start="recompute")
     control = dataclasses.replace(planned.control, adapt=False)
-    named = dataclasses.replace(planned, name=full.name, description=full.description)
+    named = dataclasses.replace(
+        planned, name=full.name, description=full.description, planned_on=full.planned_on
+    )
     same = dataclasses.replace(named, policy=policy, control=control)
     assert full == same
 
