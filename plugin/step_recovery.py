@@ -6,6 +6,7 @@ The smaller answers, at the op and at the unit, have been given by then (contrac
 from __future__ import annotations
 
 import functools
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from rematic.transaction import (
 )
 
 T = TypeVar("T")
+_log = logging.getLogger("rematic")
 
 
 class StepOutOfMemoryError(torch.OutOfMemoryError):
@@ -136,6 +138,7 @@ class StepRecovery:
             memory did not run out.
         """
         if not is_out_of_memory(error):
+            self._tell_of(error)
             return None
         in_use = self._step.in_use_bytes()
         failure = Failure(
@@ -145,6 +148,17 @@ class StepRecovery:
         )
         release_attempt(error, *losses)
         return failure
+
+    def _tell_of(self, error: BaseException) -> None:
+        if self.rung is not None and isinstance(error, Exception):
+            _log.warning(
+                "the step was repeated (%s) since memory had run out in it, and has now raised %s. "
+                "If it changes what lies outside of the model and the batch (a scaler whose "
+                "`unscale_` it calls, a queue), move that behind it: what cannot be put back must "
+                "not lie inside.",
+                self.rung.name,
+                type(error).__name__,
+            )
 
     def answer(self, failure: Failure, *, obstacle: str | None = None) -> Rung:
         """Puts everything back and makes ready for another attempt.

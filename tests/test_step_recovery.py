@@ -290,6 +290,42 @@ def test_a_step_that_changes_a_weight_by_itself_is_not_repeated() -> None:
     session.detach()
 
 
+@pytest.mark.parametrize("wrap", [iter, lambda batches: {"from": iter(batches)}])
+def test_a_batch_that_the_step_fetches_is_not_lost(wrap: Callable[[Any], Any]) -> None:
+    """A second attempt would take the next one."""
+    model = make_tied_model()
+    session = rematic.attach(model, policy="keep")
+    batches = wrap(make_batches())
+
+    def step(source: Any) -> None:
+        model(next(source["from"] if isinstance(source, dict) else source)).backward()
+        raise torch.OutOfMemoryError("injected")
+
+    with pytest.raises(rematic.StepOutOfMemoryError, match="the batch is or holds an iterator"):
+        session.run(step, batches)
+    session.detach()
+
+
+def test_an_attempt_that_fails_otherwise_says_that_it_is_the_second(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`unscale_` may be called once for each update, and clipping after it may need memory."""
+    model = make_tied_model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    session = rematic.attach(model, policy="keep", recipe=Recipe(policy=STEP_ALONE))
+
+    def step(ids: torch.Tensor) -> None:
+        scaler.scale(model(ids)).backward()
+        scaler.unscale_(optimizer)
+        raise torch.OutOfMemoryError("injected while clipping")
+
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        session.run(step, make_batches(1)[0])
+    (message,) = [m for m in caplog.messages if m.startswith("the step was repeated (recompute)")]
+    assert "a scaler whose `unscale_` it calls" in message
+    session.detach()
+
+
 def test_a_budget_that_a_heavier_plan_meets() -> None:
     """No injected failure: memory is really short for `keep`, and no op is run again."""
     batch = make_batches(1)[0].repeat(20, 20)

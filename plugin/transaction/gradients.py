@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from rematic.activations.torch_private import has_own_gradient_hooks
+
 
 class RestoreError(RuntimeError):
     """A failed step left something changed that cannot be put back, so it cannot be repeated."""
@@ -34,6 +36,8 @@ class _Contributions:
     """Its gradient before the step."""
     first_version: int
     """In-place counter of that gradient then."""
+    is_watched: bool
+    """Whether hooks of others see its gradient arrive, who may act on it at once."""
     num_added: int = 0
     """How often backward has added to that gradient in place."""
     applied: int = 0
@@ -92,7 +96,9 @@ class GradientContributions:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._entries = [
-            _Contributions(p, p.grad, -1 if p.grad is None else p.grad._version)
+            _Contributions(
+                p, p.grad, -1 if p.grad is None else p.grad._version, has_own_gradient_hooks(p)
+            )
             for p in parameters
             if p.requires_grad and p.is_leaf
         ]
@@ -116,6 +122,13 @@ class GradientContributions:
         mixed = [e for e in self._entries if not e.is_untouched and e.applied < sys.maxsize]
         if self._in_parts and mixed:
             raise RestoreError(_IN_PARTS)
+        watched = [e.parameter for e in self._entries if e.applied and e.is_watched]
+        if watched:
+            raise RestoreError(
+                f"hooks of your own have taken {len(watched)} gradients (the first of shape "
+                f"{tuple(watched[0].shape)}) and would take them again. Do after the step what "
+                "`register_post_accumulate_grad_hook` does in it."
+            )
         changed = [e.parameter for e in self._entries if e.is_someone_elses()]
         if changed:
             raise RestoreError(

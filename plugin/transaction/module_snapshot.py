@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,6 +26,7 @@ from rematic.activations.module_walk import OF_EVERY_MODULE
 from rematic.activations.nested import iter_leaves
 from rematic.activations.object_state import ObjectState
 from rematic.transaction.gradients import RestoreError
+from rematic.transaction.outside_torch import KINDS, StateOutsideTorch, is_iterator
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
 _DICTIONARIES = ("_parameters", "_buffers", "_modules")
@@ -80,6 +82,7 @@ class ModuleSnapshot:
         self._tensors: list[_TensorState] = []
         self._objects: list[ObjectState] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._outside: list[StateOutsideTorch] = []
         self._left_out: set[tuple[int, str]] = set()
         seen: set[int] = set()
         for i, module in enumerate(modules):
@@ -108,11 +111,22 @@ class ModuleSnapshot:
                 self._read_tensor(value, name, position)
             elif isinstance(value, torch.Generator):
                 self._generators.append((value, value.get_state()))
+            elif isinstance(value, KINDS):
+                self._read_outside(value, name, position)
+            elif is_iterator(value) and not is_plain_object(value):
+                self._outside.append(StateOutsideTorch.of_iterator(values, name))
             elif self._may_change(name, position) and id(value) not in seen:
                 seen.add(id(value))
                 if is_plain_object(value):
                     key = f"{position} {name}"
                     self._objects.append(ObjectState.read(values, name, key))
+
+    def _read_outside(self, value: Any, name: str, position: int) -> None:  # noqa: ANN401
+        if not isinstance(value, np.ndarray):
+            self._outside.append(StateOutsideTorch.of_generator(value))
+        elif value.nbytes <= CLONED_BUFFER_BYTES or self._may_change(name, position):
+            key = f"{position} {name}"
+            self._outside.append(StateOutsideTorch.of_array(value, key))
 
     def _read_tensor(self, tensor: torch.Tensor, name: str, position: int) -> None:
         if tensor.requires_grad:
@@ -139,6 +153,7 @@ class ModuleSnapshot:
         self._changing.names |= {s.name for s in self._tensors if s.is_changed()}
         if not self._changing.is_known:
             self._changing.names |= {o.full_name for o in self._objects if o.changed()}
+            self._changing.names |= {s.name for s in self._outside if s.is_changed()}
             self._changing.is_known = True
 
     def check(self) -> None:
@@ -147,7 +162,9 @@ class ModuleSnapshot:
         Raises:
             RestoreError: If a large tensor was changed of which there is no copy.
         """
-        changed = [state.name.split(" ")[1] for state in self._tensors if state.is_changed()]
+        for state in self._outside:
+            state.check()
+        changed = [s.name.split(" ")[1] for s in self._tensors if s.is_changed()]
         if changed:
             # the next step has a copy of it
             self.learn()
@@ -172,6 +189,8 @@ class ModuleSnapshot:
             if state.clone is not None:
                 # .data: the version must not rise, or an earlier graph over this buffer breaks
                 state.tensor.data.copy_(state.clone)
+        for outside in self._outside:
+            outside.restore()
         for generator, generator_state in self._generators:
             generator.set_state(generator_state)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class StepTransaction:
         self._skipped = skipped
         self._generators = _generator_states(parameters, batch)
         self._contents = ContainerContents([batch])
+        self._takes_from_iterator = any(iter_leaves(batch, leaf=Iterator))
         self._batch = [_BatchTensor(tensor) for tensor in iter_leaves(batch)]
         self._parameters = [(p, version_of(p), p.requires_grad) for p in parameters]
         self._snapshot = self._read_modules()
@@ -104,6 +105,11 @@ class StepTransaction:
             self.gradients.check()
         if in_parts:
             self.gradients.check_parts()
+        if self._takes_from_iterator:
+            raise RestoreError(
+                "the batch is or holds an iterator, from which a second attempt would take what "
+                "comes next. Take the batch from it before the step."
+            )
         for tensor in self._batch:
             tensor.check()
         self._snapshot.check()

@@ -156,6 +156,18 @@ def test_gradients_that_something_else_changed_are_refused(
     contributions.close()
 
 
+def test_gradients_that_others_have_taken_are_refused() -> None:
+    """A hook that moves gradients elsewhere would add those of a second attempt once more."""
+    weight, taken = torch.nn.Parameter(torch.ones(2)), []
+    weight.register_post_accumulate_grad_hook(lambda p: taken.append(p.grad))
+    step = GradientContributions([weight])
+    step.check()  # backward has not come to it
+    weight.sum().backward()
+    with pytest.raises(RestoreError, match="hooks of your own have taken 1 gradients"):
+        step.check()
+    step.close()
+
+
 def test_a_batch_in_parts_leaves_what_the_whole_has_added() -> None:
     parameters = make(accumulated=True)
     contributions = GradientContributions(parameters)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import copy
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,6 +38,10 @@ class Peculiar(nn.Module):
         self.tensor = torch.zeros(2)
         self.thing = Thing()
         self.generator = torch.Generator().manual_seed(4)
+        self.python, self.numpy = random.Random(1), np.random.default_rng(2)
+        self.legacy = np.random.RandomState(3)
+        self.array, self.wide = np.ones(3), np.zeros(LARGE)
+        self.numbers = iter([1, 2, 3, 4])
 
 
 def _state(module: Peculiar) -> dict[str, object]:
@@ -46,6 +53,10 @@ def _state(module: Peculiar) -> dict[str, object]:
         "tensor": module.tensor.tolist(),
         "thing": (module.thing.count, list(module.thing.items)),
         "generator": module.generator.get_state().tolist(),
+        "others": (module.python.getstate(), repr(module.numpy.bit_generator.state)),
+        "legacy": repr(module.legacy.get_state()),
+        "arrays": (module.array.tolist(), module.wide.sum()),
+        "iterator": list(copy.copy(module.numbers)),
         "parameters": [id(p) for p in module.parameters()],
         "children": [id(m) for m in module.children()],
     }
@@ -86,13 +97,31 @@ def _draw(m: Peculiar) -> None:
     torch.rand(2, generator=m.generator)
 
 
+def _draw_outside_torch(m: Peculiar) -> None:
+    m.python.random()
+    m.numpy.random()
+    m.legacy.rand()
+
+
+def _arrays(m: Peculiar) -> None:
+    m.array += 1
+    m.wide += 1
+
+
+def _next(m: Peculiar) -> None:
+    next(m.numbers)
+
+
 def _child(m: Peculiar) -> None:
     m.norm = nn.Identity()
 
 
 @pytest.mark.parametrize(
     "change",
-    [_new_attribute, _replaced, _in_place, _numbers, _statistics, _object, _draw, _child],
+    [
+        *(_new_attribute, _replaced, _in_place, _numbers, _statistics, _object, _draw),
+        *(_draw_outside_torch, _arrays, _next, _child),
+    ],
 )
 def test_whatever_an_attempt_changes_is_put_back(change: Callable[[Peculiar], None]) -> None:
     module = Peculiar()
@@ -129,6 +158,26 @@ def test_objects_are_copied_in_the_first_step_and_where_they_change() -> None:
     module.thing.count += 1
     second.restore()
     assert module.thing.count == 1
+
+
+def test_a_large_array_is_copied_where_steps_change_it() -> None:
+    for changes in (True, False):
+        module, changing = Peculiar(), ChangingState()
+        first = ModuleSnapshot(module.modules(), changing)
+        module.wide += changes
+        first.learn()
+        second = ModuleSnapshot(module.modules(), changing)
+        before = module.wide.copy()
+        module.wide += 1
+        second.restore()
+        assert (module.wide == before).all() == changes, "that it changes now was not to be known"
+
+
+def test_an_iterator_that_cannot_be_copied_is_refused() -> None:
+    module = Peculiar()
+    module.numbers = (i for i in range(3))
+    with pytest.raises(RestoreError, match="attribute 'numbers' of a module is an iterator that"):
+        ModuleSnapshot(module.modules(), ChangingState()).check()
 
 
 def test_attributes_of_a_host_are_left_alone() -> None:
