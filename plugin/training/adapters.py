@@ -91,8 +91,3 @@ def _check_names(model: nn.Module, tuning: TuningConfig) -> None:
                     f"tuning.{key} names {wanted!r}, but no module of this model is called so"
                     f"{hint}; expected the end of a module's name, one of {', '.join(ends)}"
                 )
-
-
-def adapter_of(model: nn.Module) -> Any:  # noqa: ANN401 - a PeftModel, which is an import away
-    """The model as PEFT's own class; None where it has no adapter."""
-    return model if hasattr(model, "peft_config") else None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -37,6 +33,7 @@ from rematic.training.model_size import ModelSize, check_budget
 from rematic.training.packing_check import PackingCheck
 from rematic.training.prepared_model import prepare_model
 from rematic.training.progress import progress_callback
+from rematic.training.quiet import quiet_libraries, without_cache
 from rematic.training.ranks import RUN_VARIABLE, Ranks
 from rematic.training.recorder import RunRecorder, truncate_metrics
 from rematic.training.resume import steps_before
@@ -124,7 +121,7 @@ class Fit:
         """
         job = self._job
         recipe = choose_tiled_loss(job.recipe, job.config)
-        with _quiet_libraries():
+        with quiet_libraries():
             self._model = prepare_model(recipe, config=job.config)
         self._tell_inventory(self._model)
         module = TrainedModule(
@@ -136,7 +133,7 @@ class Fit:
         )
         self._strategy = build_strategy(recipe, probe=self._probe(), journal=self._journal)
         checkpoint = job.directory.checkpoint if job.is_resumed else None
-        with _quiet_libraries(), _without_cache(self._model):
+        with quiet_libraries(), without_cache(self._model):
             try:
                 os.environ[RUN_VARIABLE] = str(job.directory.path.resolve())
                 trainer = self._trainer(self._strategy)
@@ -146,7 +143,7 @@ class Fit:
             finally:
                 os.environ.pop(RUN_VARIABLE, None)
         if not self.recorder.is_stopped:
-            with _quiet_libraries():
+            with quiet_libraries():
                 self._save(self._model)
 
     def _save(self, model: nn.Module) -> None:
@@ -291,50 +288,3 @@ class _BudgetCheck(Callback):
 
 def _say_nothing(text: str) -> None:
     """Drops what nobody shall see."""
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Keeps the notices of Lightning and transformers about themselves off the screen."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), _no_bars():
-            # Lightning 2.6 asks torch 2.13 in a way that is deprecated.
-            warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Lets the config say that nothing is cached, for whoever calls the model while it trains.
-
-    What is saved afterwards says again what it said before.
-    """
-    config: Any = getattr(model, "config", None)
-    before = getattr(config, "use_cache", None)
-    if before is not None:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        if before is not None:
-            config.use_cache = before
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Keeps the bars of transformers off the screen, which cannot start under a memory cap."""
-    from transformers.utils import logging as module
-
-    transformers_logging: Any = module  # untyped
-    was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            transformers_logging.enable_progress_bar()
