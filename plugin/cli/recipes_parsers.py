@@ -46,7 +46,7 @@ def _add_new(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="write a recipe that fits",
         description="Ask the planner how a model can be fine-tuned on sequences of a length within "
         "the memory of a device, and write that as a recipe.",
-        epilog="example: rematic recipes new --model Qwen/Qwen3-8B --device rtx-4090 --length 32k",
+        epilog="example: rematic recipes new --model Qwen/Qwen3-8B --device rtx-4090 --length 16k",
     )
     parser.add_argument(
         "--model",
