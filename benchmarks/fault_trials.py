@@ -115,7 +115,12 @@ class Trials:
         for earlier in self.stages[:number]:
             self._training.restore(earlier.before)
             self._run(earlier)
-        stage = self.stages[number]
+        surveys = [self._survey(self.stages[number])]
+        if number > 0:
+            surveys.append(self._survey(self.stages[number]))
+        return min(surveys, key=len)  # some calls are looked at again, which takes more ops
+
+    def _survey(self, stage: Stage) -> list[SurveyedOp]:
         self._training.restore(stage.before)
         with OpSurvey() as survey:
             self._run(stage)
