@@ -59,3 +59,6 @@ MODELS = {
     **FAMILIES,
 }
 """Dropout, running statistics, counters and a tied weight in one small model; and the families."""
+TOKEN_WISE = {"llama": ("*.mlp",)}
+"""Models with units that can run in slices of the sequence, and which those are; GPT-2's have
+dropout, and the others no sequence or no token-wise module."""

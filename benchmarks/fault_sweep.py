@@ -39,14 +39,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the models are those of the tests
 
-from benchmarks.fault_models import FAMILIES, MODELS, TIED
+from benchmarks.fault_models import FAMILIES, MODELS, TIED, TOKEN_WISE
 from benchmarks.fault_trials import KINDS, LEVELS, Setting, Trials
 from rematic.memory import SimulatedProbe
-from rematic.policy import ACTIONS
+from rematic.policy import ACTIONS, Tile
 
 SWEEPS = ("units", "steps", "random", "budgets")
 LOSSLESS_AND_COMPRESS = [name for name in ACTIONS if name != "tile"]
-"""`tile` is for token-wise units, which these models have not."""
+"""`tile` is for token-wise units, which some models have not."""
 COMPLETE = ("op+unit", "all")
 """Levels that leave no failure without an answer."""
 KEYS = ("positions", "recovered", "stopped_cleanly", "wrong")
@@ -177,6 +177,8 @@ def _total(tallies: Iterable[Tally]) -> Row:
 def _settings(options: argparse.Namespace) -> Iterator[Setting]:
     axes = (options.models, options.actions, options.levels, options.accumulate, options.kinds)
     for model, action, level, accumulate, kind in itertools.product(*axes):
+        if action == Tile.name and model not in TOKEN_WISE:
+            continue
         for autocast in options.autocast:
             yield Setting(
                 model=model,
@@ -191,7 +193,7 @@ def _settings(options: argparse.Namespace) -> Iterator[Setting]:
 _DEFAULTS: dict[str, dict[str, list[object]]] = {
     "units": {
         "models": [*FAMILIES],
-        "actions": [*LOSSLESS_AND_COMPRESS],
+        "actions": [*ACTIONS],
         "levels": ["unit", "op+unit"],
         "accumulate": [2],
         "kinds": [KINDS[0]],
@@ -226,7 +228,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1000, help="of `random`")
     parser.add_argument("--budgets", type=int, default=12, help="of a setting")
     parser.add_argument("--models", nargs="+", choices=MODELS)
-    parser.add_argument("--actions", nargs="+", choices=LOSSLESS_AND_COMPRESS)
+    parser.add_argument("--actions", nargs="+", choices=ACTIONS)
     parser.add_argument("--levels", nargs="+", choices=LEVELS)
     parser.add_argument("--accumulate", nargs="+", type=int)
     parser.add_argument("--kinds", nargs="+", choices=KINDS)

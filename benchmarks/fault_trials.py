@@ -18,10 +18,10 @@ import torch
 import rematic
 from benchmarks.failing_ops import FailingOps, OpSurvey, SurveyedOp
 from benchmarks.fault_marks import Mark, Training
-from benchmarks.fault_models import MODELS
+from benchmarks.fault_models import MODELS, TOKEN_WISE
 from rematic.activations import Unit
 from rematic.memory import SimulatedProbe
-from rematic.policy import ACTIONS, Compress, Policy
+from rematic.policy import ACTIONS, Compress, Policy, Rule, Tile
 from rematic.recipes import ControlConfig, PolicyConfig, Recipe
 from rematic.stash import CompressStash, DiskStash
 
@@ -78,6 +78,7 @@ class Trials:
 
     Attributes:
         stages: All stages, with the marks of plain steps: nothing attached, no mode around them.
+            For `tile`, of steps in which nothing fails.
     """
 
     def __init__(self, setting: Setting, probe: SimulatedProbe | None = None) -> None:
@@ -86,7 +87,10 @@ class Trials:
         self._training = Training(MODELS[setting.model], autocast=setting.autocast)
         self._session: rematic.Session | None = None
         self._patches = contextlib.ExitStack()
+        if setting.action == Tile.name:  # compared with itself: it sums in another order
+            self._session = attach(self._training, setting, self._probe)
         self.stages = [*self._plain_stages()]
+        self._detach()
         gc.collect()
         gc.freeze()  # the answer to a failure collects garbage, and modules are not garbage
 
@@ -244,16 +248,28 @@ def attach(training: Training, setting: Setting, probe: SimulatedProbe) -> remat
     op_retry: Any = {"op": "always", "op+unit": "always", "all": "auto"}.get(setting.level, "never")
     attempts = 4 if setting.level in ("step", "all") else 1
     recipe = Recipe(
-        policy=PolicyConfig(op_retry=op_retry), control=ControlConfig(attempts=attempts)
+        policy=PolicyConfig(op_retry=op_retry, units=_units(setting)),
+        control=ControlConfig(attempts=attempts),
     )
     return rematic.attach(
         training.model,
         training.optimizer,
         recipe=recipe,
-        policy=Policy(name=setting.action, default=ACTIONS[setting.action]()),
+        policy=_policy(setting),
         budget="64GiB",
         probe=probe,
     )
+
+
+def _units(setting: Setting) -> tuple[str, ...]:
+    return TOKEN_WISE[setting.model] if setting.action == Tile.name else ()
+
+
+def _policy(setting: Setting) -> Policy:
+    if setting.action == Tile.name:
+        rule = Rule(pattern="*", action=Tile(num_tiles=3))
+        return Policy(name=setting.action, rules=(rule,))
+    return Policy(name=setting.action, default=ACTIONS[setting.action]())
 
 
 def _judge_torn(torn: Mark, before: Mark, named: Sequence[str]) -> str:

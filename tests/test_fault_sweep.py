@@ -51,6 +51,12 @@ def test_every_failure_is_recovered_with_all_answers(offset: int, family: str) -
         assert tally.counts["recovered"] == tally.counts["positions"] > 0
 
 
+def test_slices_are_recovered_to_the_bits_of_slices() -> None:
+    tally = sweep(setting(model="llama", action="tile", level="op+unit"), stages=(1,), limit=6)
+    assert tally.examples == []
+    assert tally.counts["recovered"] == tally.counts["positions"] > 0
+
+
 def test_budgets_that_a_heavier_plan_meets() -> None:
     tally = sweep_budgets(setting(), number=3)
     assert tally.examples == []
