@@ -52,8 +52,7 @@ class GoalsConfig:
     headroom_min: float = 0.02
     """Least share of the limit that stays free at the highest peak; default 0.02."""
     slowdown_max: float = 2.0
-    """Most seconds per token, in those with everything kept (by the planner; else of the policy
-    before) at the same lengths; default 2.0."""
+    """Most seconds per token, in the planner's with all kept or the last policy's; default 2.0."""
     loss_tolerance: float | None = None
     """Largest relative difference of one batch's losses; None (default): no batch runs twice."""
     ooms_max: int = 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -26,3 +28,21 @@ def _environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _logger() -> Iterator[None]:
+    """Benchmarks, whose slices the tests run, silence the logger for their whole process."""
+    logger = logging.getLogger("rematic")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _process_group() -> Iterator[None]:
+    """Strategies of one process leave their group behind, and there can be only one."""
+    was_there = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not was_there:
+        dist.destroy_process_group()

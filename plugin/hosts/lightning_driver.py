@@ -252,6 +252,8 @@ class LightningDriver:
             return
         self._last_logged = step
         figures = self._figures.take()
+        if not figures:  # a resumed count, and no step since
+            return
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=step - 1)  # steps of a logger count from 0
 

@@ -45,10 +45,11 @@ def test_each_is_built_trains_and_has_the_state_that_was_predicted(written: str,
     optimizer = build_optimizer(model.parameters(), config)
     assert f"{type(optimizer).__module__}.{type(optimizer).__name__}" == name
     before = [p.detach().clone() for p in model.parameters()]
-    for _ in range(2):
+    for i in range(2):
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
-    assert not any(map(torch.equal, before, model.parameters()))
+        if i == 0:  # a second update by sign can take a lone bias back to where it was
+            assert not any(map(torch.equal, before, model.parameters()))
     tensors = {
         value.untyped_storage().data_ptr(): value.nbytes
         for state in optimizer.state.values()
