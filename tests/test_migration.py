@@ -137,6 +137,7 @@ def test_by_hand(was: Callable[[Model], None], options: dict[str, Any]) -> None:
     stays = in_wrappers if was is in_wrappers else composed if was is composed else None
     if stays is not None:  # taken over
         stays(new)
+    options = dict(options)  # the table stays
     recipe = options.pop("recipe", {})
     trusting = {"policy": {**recipe.get("policy", {}), "trust": ["*"]}}
     session = rematic.attach(new, recipe=trusting, probe=SimulatedProbe(), budget="1GiB", **options)

@@ -224,7 +224,8 @@ def test_what_cannot_be_traced_is_planned_from_measurements(
     assert caplog.text.count("plans come from measurements alone") == 1
 
 
-def test_units_of_other_models_are_planned_from_measurements() -> None:
+def _unknown_model() -> tuple[Any, SimulatedProbe, Events, Any, rematic.Session]:
+    """Returns a model that is not of transformers, attached where memory is short."""
     model, probe, journal = make_model(), SimulatedProbe(), Events()
     x = make_input()
     probe.track(model.parameters())
@@ -233,6 +234,11 @@ def test_units_of_other_models_are_planned_from_measurements() -> None:
         budget = int(0.9 * probe.peak_allocated_bytes)
         model.zero_grad()
     session = rematic.attach(model, budget=budget, probe=probe, journal=journal)
+    return model, probe, journal, x, session
+
+
+def test_units_of_other_models_are_planned_from_measurements() -> None:
+    model, probe, journal, x, session = _unknown_model()
     with probe:
         for _ in range(5):
             with session.step(x):
@@ -245,14 +251,7 @@ def test_units_of_other_models_are_planned_from_measurements() -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_said_once_and_not_watched_for() -> None:
-    model, probe, journal = make_model(), SimulatedProbe(), Events()
-    x = make_input()
-    probe.track(model.parameters())
-    with probe:
-        model(x).backward()
-        budget = int(0.9 * probe.peak_allocated_bytes)
-        model.zero_grad()
-    session = rematic.attach(model, budget=budget, probe=probe, journal=journal)
+    model, probe, journal, x, session = _unknown_model()
     assert session._model_planner is not None
     with probe:
         for batch_size in (2, 2, 2, 3, 3, 3):
