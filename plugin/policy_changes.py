@@ -17,7 +17,7 @@ from rematic.control import (
     changed,
 )
 from rematic.control.agreement import DISTANCE
-from rematic.policy import Plan, Policy, policy_named, policy_to_plain, resolve
+from rematic.policy import Plan, Policy, policy_to_plain, resolve
 from rematic.rank_agreement import RankAgreement, make_agreement
 from rematic.session_events import agreement_event, change_event
 from rematic.transaction import num_ranks
@@ -95,21 +95,18 @@ class PolicyChanges:
                 "change it by `switch`."
             )
 
-    def allowed(self, to: str | Policy) -> Policy:
-        """Returns the policy that is meant, if it may be put in force.
+    def check(self, policy: Policy) -> None:
+        """Refuses a policy that must not be put in force.
 
         Raises:
-            ValueError: If there is none, it loses precision and must not, or one of its rules
-                matches nothing.
+            ValueError: If it loses precision and must not, or one of its rules matches nothing.
         """
-        policy = policy_named(to)
         if policy.is_lossy and not self._allow_lossy:
             raise ValueError(
                 f"policy {policy.name!r} loses precision (`compress`): expected a lossless one. "
                 "Write `policy: {allow_lossy: true}` in the recipe to allow it, or attach with it."
             )
         resolve(policy, self._classes)
-        return policy
 
     def agreed(self, plan: Plan) -> list[bool]:
         """Returns for each unit whether its action is the policy's, not that of this rank alone."""
@@ -124,6 +121,8 @@ class PolicyChanges:
         Raises:
             ValueError: If the change cannot be made.
         """
+        if change.policy is not None:
+            self.check(change.policy)
         history = self.history
         for earlier in (*self.pending, change):
             history = changed(history, earlier, step=step)
@@ -140,8 +139,8 @@ class PolicyChanges:
 
     def take_up(self, history: History) -> None:
         """Puts the last policy of a history into force."""
+        self.actions = resolve(history.current, self._classes)  # first: it may refuse
         self.history = history
-        self.actions = resolve(history.current, self._classes)
 
     def _settle(self, step: int) -> None:
         if self.agreement is None:
@@ -149,7 +148,7 @@ class PolicyChanges:
             for change in pending:
                 self._make(change, step)
             return
-        for meeting in self.agreement.meet(lambda: self._wish(step), lambda t: self._against(t)):
+        for meeting in self.agreement.meet(lambda: self._wish(step), self._against):
             self._follow(meeting, step)
 
     def _make(self, change: Change, step: int, **more: object) -> None:
@@ -174,7 +173,7 @@ class PolicyChanges:
         try:
             changed(self.history, change, step=0)
             if change.policy is not None:
-                self.allowed(change.policy)
+                self.check(change.policy)
         except ValueError as error:
             return str(error)
         return None

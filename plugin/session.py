@@ -22,6 +22,7 @@ from rematic.policy import (
     Plan,
     Policy,
     Recompute,
+    policy_named,
 )
 from rematic.policy_changes import PolicyChanges
 from rematic.session_events import attach_event, notice_event, stop_event
@@ -299,7 +300,7 @@ class Session:
             ValueError: If the policy is unknown, loses precision although the recipe does not
                 allow it, one of its rules matches nothing, or the policy in force is pinned.
         """
-        self.ask(Change(kind="switch", policy=self._policies.allowed(to), reason=reason))
+        self.ask(Change(kind="switch", policy=policy_named(to), reason=reason))
 
     def rollback(self, *, steps: int = 1, reason: str = "by call") -> None:
         """Goes back to the policy that was in force `steps` switches ago, at the next boundary.
@@ -311,7 +312,7 @@ class Session:
 
     def pin(self, to: str | Policy, *, reason: str = "by call") -> None:
         """Puts a policy in force, at the next boundary, and keeps it until `unpin`."""
-        self.ask(Change(kind="pin", policy=self._policies.allowed(to), reason=reason))
+        self.ask(Change(kind="pin", policy=policy_named(to), reason=reason))
 
     def unpin(self, *, reason: str = "by call") -> None:
         """Lets the policy change again, from the next boundary on."""

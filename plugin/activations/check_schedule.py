@@ -49,6 +49,7 @@ class CheckSchedule:
 
     def is_first_change(self, training: bool) -> bool:
         """Takes note that a call has changed something outside; a cache is filled once."""
+        self._looked_at = self._num_calls
         if training in self._changed:
             self._passed.add(training)
             return False

@@ -66,7 +66,8 @@ def is_sharded_inside(module: nn.Module) -> bool:
 def _is_wrapped_inside(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return any(isinstance(part, FullyShardedDataParallel) for part in list(module.modules())[1:])
+    parts = (part for part in module.modules() if part is not module)
+    return any(isinstance(part, FullyShardedDataParallel) for part in parts)
 
 
 def go_with_all_ranks(unit: Unit) -> None:

@@ -115,8 +115,9 @@ def _names(code: types.CodeType) -> set[str]:
 def _can_change(value: Any, function: types.FunctionType) -> bool:
     if isinstance(value, (list, dict, set, torch.Generator, random.Random, torch.Tensor)):
         return True
-    if hasattr(value, "popleft") or hasattr(value, "bit_generator") or hasattr(value, "tobytes"):
-        return not isinstance(value, type)
+    # of the type: some objects claim to have every attribute, and native libraries look it up
+    if any(hasattr(type(value), name) for name in ("popleft", "bit_generator", "tobytes")):
+        return True
     if isinstance(value, (bool, int, float, str)):
         return True
     return is_plain_object(value) and _room(type(value).__module__) == _room(function.__module__)

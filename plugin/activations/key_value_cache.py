@@ -179,11 +179,9 @@ def _rebuilt(
         return leaf(value) if value.numel() else value
     inside = functools.partial(_rebuilt, leaf=leaf, room=room, instead=instead)
     if type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, leaf, room=room, instead=instead) for item in value)
+        return type(value)(map(inside, value))
     if type(value) is dict:
-        return {
-            key: _rebuilt(item, leaf, room=room, instead=instead) for key, item in value.items()
-        }
+        return {key: inside(item) for key, item in value.items()}
     if not _is_part(value, room):
         return value
     rebuilt = copy.copy(value)

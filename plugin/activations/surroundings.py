@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from rematic.activations.functions_inside import asks_whether_replayed, class_attributes, globals_of
-from rematic.activations.kept_values import CONTAINERS, is_plain_object
+from rematic.activations.kept_values import CONTAINERS, is_plain_object, version_of
 from rematic.activations.module_walk import OF_EVERY_MODULE
 
 MAX_VALUES = 20_000
@@ -168,7 +168,7 @@ def _token(value: Value) -> Value:
     (Types are asked for attributes, as some objects claim to have every one: native libraries.)
     """
     if isinstance(value, torch.Tensor):
-        return id(value), -1 if value.is_inference() else value._version
+        return id(value), version_of(value)
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):

@@ -153,7 +153,7 @@ def selective_results(context: object) -> Iterator[tuple[Any, int, torch.Tensor,
                     yield op, number, value, leaf.version
 
 
-def put_selective_result(context: object, op: object, number: int, result: object) -> bool:
+def put_selective_result(context: object, op: object, number: int, result: object) -> None:
     """Puts the result of one call of an op into what torch's selective checkpoint holds.
 
     Args:
@@ -161,17 +161,13 @@ def put_selective_result(context: object, op: object, number: int, result: objec
         op: The op.
         number: Which of its calls, counted from 0.
         result: What it returned; None to have it computed again.
-
-    Returns:
-        Whether this torch keeps results where they can be put.
     """
     by_call = getattr(context, "storage", {}).get(op)
     wrapper = getattr(checkpoint, "_VersionWrapper", None)
     recomputed = getattr(checkpoint, "_RECOMPUTE", None)
     if by_call is None or number not in by_call or wrapper is None or recomputed is None:
-        return False
+        return
     by_call[number] = recomputed if result is None else tree_map(wrapper, result)
-    return True
 
 
 def composable_checkpoint_state(module: nn.Module) -> Any:  # of a class that torch does not name

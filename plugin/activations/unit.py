@@ -341,19 +341,17 @@ class Unit:
 
     def _check_after(self, record: Record, changed: str | None) -> None:
         """Checks a unit that changed nothing outside of itself, or not for the second time."""
-        training = self.module.training
+        training, unseen = self.module.training, self._schedule.unseen()
         if changed is None or not record.num_slots:
             self._schedule.found_nothing(training)
             if record.num_slots:
                 self._check(record)
         elif self._schedule.is_first_change(training):
             record.pinned = f"it changed {changed}"
-            unseen = self._schedule.unseen()
             self.note_once(f"its activations are kept in this call: {record.pinned}{unseen}")
         else:
-            self._refuse(
-                record, f"its forward changes {changed}, which a replay would change again"
-            )
+            again = f"its forward changes {changed}, which a replay would change again"
+            self._refuse(record, f"{again}{unseen}")
 
     def _check(self, record: Record) -> None:
         num_hooks = self._observers.num_present(record.module_state.inner_modules())

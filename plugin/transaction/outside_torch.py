@@ -15,7 +15,7 @@ from rematic.transaction.gradients import RestoreError
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 KINDS = (*GENERATORS, np.ndarray)
-"""Types whose instances `StateOutsideTorch.read` knows, beside iterators."""
+"""Types whose instances `StateOutsideTorch` knows, beside iterators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,10 @@ def _copied(iterator: Any) -> Any:  # noqa: ANN401 - an iterator, None if it can
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # itertools, from Python 3.12
-            return copy.copy(iterator)
+            # a copy of `zip`, `map`, `cycle` would take from the same iterator inside
+            _, arguments, *rest = iterator.__reduce_ex__(4)
+            state = rest[0] if rest and isinstance(rest[0], tuple) else ()
+            shares = any(map(is_iterator, (*arguments, *state)))
+            return None if shares else copy.copy(iterator)
     except TypeError:
         return None

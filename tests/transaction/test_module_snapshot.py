@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,9 +175,19 @@ def test_a_large_array_is_copied_where_steps_change_it() -> None:
         assert (module.wide == before).all() == changes, "that it changes now was not to be known"
 
 
-def test_an_iterator_that_cannot_be_copied_is_refused() -> None:
+@pytest.mark.parametrize(
+    "iterator",
+    [
+        lambda: (i for i in range(3)),
+        lambda: itertools.cycle([1, 2, 3]),
+        lambda: zip([1, 2], [3, 4], strict=True),
+        lambda: map(abs, [1, 2, 3]),
+    ],
+    ids=["generator", "cycle", "zip", "map"],
+)
+def test_an_iterator_that_cannot_be_copied_is_refused(iterator: Callable[[], Any]) -> None:
     module = Peculiar()
-    module.numbers = (i for i in range(3))
+    module.numbers = iterator()
     with pytest.raises(RestoreError, match="attribute 'numbers' of a module is an iterator that"):
         ModuleSnapshot(module.modules(), ChangingState()).check()
 
