@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rematic.cli.new_recipe import Wish
     from rematic.cli.recipe_forecast import RecipeForecast
 
+_NEED_MORE = ("seq2seq", "sequence-classification")
+"""Tasks whose data must say more than where the documents are."""
+
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Writes the recipe and says what it needs.
@@ -72,8 +75,15 @@ def _wish(arguments: argparse.Namespace) -> Wish:
     from rematic.cost.devices import gpu_named
 
     device = None if is_cpu else gpu_named(arguments.device)
+    model = model_named(arguments.model)
+    if model.task in _NEED_MORE:
+        raise ValueError(
+            f"--model is {arguments.model!r}, a model for {model.task}; expected one for causal-lm "
+            "or masked-lm, since other data must say where its answers or classes are: write a "
+            "recipe that extends a shipped one, and plan it by `rematic plan`"
+        )
     return Wish(
-        model=model_named(arguments.model),
+        model=model,
         device=device or local_cpu(),
         budget=budget,
         length=length,

@@ -33,17 +33,20 @@ def load_corpus(
     Raises:
         ValueError: Something is missing, empty, or not text. The message says where.
     """
+    key = "data.source" if source is None else "evaluation.source"
     if source is None:
         source, max_documents = data.source, max_documents or data.max_documents
     if data.format == "datasets":
-        documents = list(read_dataset(source, data, max_documents=max_documents))
+        documents = list(read_dataset(source, data, key=key, max_documents=max_documents))
     elif source == EMBEDDED_SOURCE:
         documents = _embedded(data)
     else:
-        documents = _from_path(source, data)
+        documents = _from_path(source, data, key=key)
     chosen = sorted(documents, key=lambda document: document.name)[:max_documents]
     if not chosen:
-        raise ValueError(f"{source} holds no document; expected at least one")
+        raise ValueError(
+            f"{source} holds no document; expected at least one: fill it, or name another {key}"
+        )
     return Corpus(source=source, documents=tuple(chosen))
 
 
@@ -73,23 +76,20 @@ def _embedded(data: DataConfig) -> list[Document]:
     return [Document(name=name, text=text.encode()) for name, text in topics.items()]
 
 
-def _from_path(source: str, data: DataConfig) -> list[Document]:
+def _from_path(source: str, data: DataConfig, *, key: str) -> list[Document]:
     path = Path(source)
     if not path.exists():
         raise ValueError(
-            f"data.source {source!r} does not exist; expected {EMBEDDED_SOURCE!r}, or a path to a "
+            f"{key} {source!r} does not exist; expected {EMBEDDED_SOURCE!r}, or a path to a "
             f".txt, .jsonl or .parquet file or to a folder of those (looked in {Path.cwd()}); a "
             "dataset of the hub needs data.format=datasets"
         )
     root = path if path.is_dir() else path.parent
-    documents = [
+    return [
         document
         for file in _files(path)
         for document in _read(file, file.relative_to(root).as_posix(), data)
     ]
-    if not documents:
-        raise ValueError(f"{source} holds no document; expected at least one line of JSON")
-    return documents
 
 
 def _files(path: Path) -> list[Path]:

@@ -102,7 +102,7 @@ def _split(corpus: Corpus, recipe: Recipe) -> tuple[Corpus, Corpus | None]:
         raise ValueError(
             f"evaluation.holdout is {evaluation.holdout}, which of {len(documents)} documents "
             f"leaves {count} for evaluation and {len(documents) - count} for training; expected "
-            "at least one for each"
+            "at least one for each: change it, or name evaluation.source"
         )
     held_at = {(number + 1) * len(documents) // count - 1 for number in range(count)}
     held_out = [one for at, one in enumerate(documents) if at in held_at]

@@ -112,8 +112,7 @@ class Evaluator(Callback):
                 count = num_labels(batch, shift=self._shift) if is_mine else 0
                 total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
         if trainer.world_size > 1:
-            device_total = total.to(module.device, torch.float32)
-            total = trainer.strategy.reduce(device_total, reduce_op="sum").double().cpu()
+            total = trainer.strategy.reduce(total.to(module.device), reduce_op="sum").cpu()
         return float(total[0]), int(total[1])
 
     def _shares(self, trainer: pl.Trainer) -> Iterator[tuple[Batch, bool]]:

@@ -80,6 +80,8 @@ def load_model(
     saved = load_config(model)
     if config.num_labels is not None:
         saved.num_labels = config.num_labels
+    if model.task == "sequence-classification" and getattr(saved, "pad_token_id", None) is None:
+        saved.pad_token_id = getattr(config, "pad_token_id", None)
     options: dict[str, Any] = {**hub_options(model), **_attention(model)}
     if weight_format != "none":
         from rematic.training.quantize import load_options

@@ -43,12 +43,15 @@ def build_config(
         ValueError: The type or a key is unknown, transformers refuses a value, or the model
             cannot read the tokens or sequences of that length.
     """
+    given = _BYTE_MARKS if marks is None else marks
     if model.type is None and model.has_saved_weights:
         config = load_config(model)
     else:
-        config = _make_config(model, marks=_BYTE_MARKS if marks is None else marks)
+        config = _make_config(model, marks=given)
     if num_labels is not None:
         config.num_labels = num_labels
+    if model.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = given["pad_token_id"]  # tells where a sequence ends
     _check_vocabulary(config, num_tokens=num_tokens)
     _check_positions(config, max_length=max_length)
     return config

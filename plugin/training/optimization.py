@@ -149,18 +149,18 @@ def create_optimizer_state(optimizer: Optimizer) -> None:
     A memory limit over idle needs it: the state belongs to idle.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    rates = [group["lr"] for group in optimizer.param_groups]
+    before = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group["lr"] = group["weight_decay"] = 0.0  # SGD adds decay to what it keeps
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, (rate, decay) in zip(optimizer.param_groups, before, strict=True):
+        group["lr"], group["weight_decay"] = rate, decay
     for state in optimizer.state.values():
-        step = state["step"]
+        step = state.get("step")  # SGD counts none
         if isinstance(step, torch.Tensor):
             step.zero_()
-        else:  # a number in bitsandbytes
+        elif step is not None:  # a number in bitsandbytes
             state["step"] = 0

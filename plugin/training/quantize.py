@@ -147,7 +147,8 @@ def load_options(
             "bnb_4bit_compute_dtype": _compute_dtype(quantization),
             "bnb_4bit_quant_storage": _STORAGE[quantization.storage_dtype],
         }
-    return {"quantization_config": config(**options)}
+    # by itself transformers would load onto the GPU that is current, the first one in every rank
+    return {"quantization_config": config(**options), "device_map": {"": "cpu"}}
 
 
 def keep_layout(model: nn.Module) -> None:

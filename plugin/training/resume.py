@@ -25,6 +25,8 @@ MUST_AGREE = (
     ("quantization", "double"),
     ("quantization", "skip"),
     ("data", "tokenizer"),
+    ("data", "chat_template"),
+    ("data", "answers_only"),
     ("data", "max_length"),
     ("data", "overlong"),
     ("data", "order"),

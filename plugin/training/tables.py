@@ -34,9 +34,15 @@ def read_parquet(file: Path, name: str, data: DataConfig) -> Iterator[Document]:
 
 
 def read_dataset(
-    source: str, data: DataConfig, *, max_documents: int | None = None
+    source: str, data: DataConfig, *, key: str, max_documents: int | None = None
 ) -> Iterator[Document]:
     """The documents of a dataset by its name on the hub, its path, or a folder it was saved to.
+
+    Args:
+        source: Name or path.
+        data: The data section of a recipe.
+        key: Where the recipe names the source, for messages.
+        max_documents: Read only so many; None: all.
 
     Raises:
         ValueError: `datasets` is missing, the dataset cannot be had, or a row does not fit.
@@ -48,7 +54,7 @@ def read_dataset(
     except Exception as error:  # of hub, network, file system and the library alike
         text = " ".join(str(error).split())[:400]
         raise ValueError(
-            f"data.source {source!r} cannot be loaded by datasets ({type(error).__name__}: {text})"
+            f"{key} {source!r} cannot be loaded by datasets ({type(error).__name__}: {text})"
             f"; check name, data.subset and data.split ({split!r}), and this machine's network"
         ) from error
     if max_documents is not None:

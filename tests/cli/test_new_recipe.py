@@ -122,8 +122,12 @@ def _no_network(*_: object, **__: object) -> None:
         (["--device", "t4", "--length", "64", "--output", "x"], "ends in .yaml"),
         (["--device", "t4", "--length", "64", "--output", "a/x.yaml"], "there is no folder a"),
         (["--device", "t4", "--length", "64", "--model", "smal.yaml"], "did you mean small.yaml"),
+        (
+            ["--device", "t4", "--length", "64", "--model", "modernbert-large-full-8k"],
+            "a model for sequence-classification; expected one for causal-lm or masked-lm",
+        ),
     ],
-    ids=["budget", "device", "lengths", "positions", "suffix", "folder", "model"],
+    ids=["budget", "device", "lengths", "positions", "suffix", "folder", "model", "task"],
 )
 def test_says_what_cannot_be_asked(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -68,7 +68,11 @@ def test_lines_of_a_long_file_stay_in_order(tmp_path: Path) -> None:
         ("a.txt", b"caf\xe9", "a.txt is not UTF-8 (byte 0xe9 at position 3)"),
         ("a.csv", b"x", "ends in '.csv'; expected a .txt file (one document), a .jsonl file"),
         ("plain", b"x", "ends in 'nothing'; expected a .txt file"),
-        ("a.jsonl", b"", "holds no document; expected at least one line of JSON"),
+        (
+            "a.jsonl",
+            b"",
+            "expected at least one: fill it, or name another data.source",
+        ),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl:2 is not JSON"),
         ("a.jsonl", b'["x"]', "a.jsonl:1 is a JSON list; expected an object with the text under"),
         (

@@ -69,6 +69,16 @@ def test_state_made_ahead_starts_at_the_first_step() -> None:
     assert optimizer.state[weight]["step"] == 0
 
 
+def test_state_made_ahead_of_momentum_is_empty() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = build_optimizer([weight], training("{name: sgd, momentum: 0.9}"))
+    decay = optimizer.param_groups[0]["weight_decay"] = 0.1
+    create_optimizer_state(optimizer)
+    assert torch.equal(weight, torch.ones(4, 4))
+    assert not optimizer.state[weight]["momentum_buffer"].any()
+    assert optimizer.param_groups[0]["weight_decay"] == decay
+
+
 def test_options_reach_the_optimizer() -> None:
     weight = nn.Parameter(torch.ones(4, 4))
     adam = build_optimizer([weight], training("{name: adamw, betas: [0.5, 0.6], eps: 0.1}"))

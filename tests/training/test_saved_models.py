@@ -70,6 +70,22 @@ def test_the_weights_of_a_folder_are_trained(folder: Path) -> None:
     assert summary.steps == 2
 
 
+def test_a_model_without_a_pad_token_learns_classes(tmp_path: Path, folder: Path) -> None:
+    """The last token that counts is found by it; Llama 3.1's config names none."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("pad_token_id", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = [{"text": "hello " * (n + 1), "class": n % 2} for n in range(4)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = recipe_for(
+        f"model.path={folder}",
+        "model.task=sequence-classification",
+        "data.label_field=class",
+        "data.batch_size=2",
+    )
+    assert train(recipe, show_progress=False).status == "finished"
+
+
 def test_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
     data = load_data(recipe_for(f"model.path={folder}"))
     assert [example.ids for example in data.loader.examples] == [(6, 8, 7, 2), (7, 6, 2)]
