@@ -107,6 +107,11 @@ class AdaptiveRecompute(Callback):
         ]
 
     @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gives loggers what the last steps took."""
+        self._driver.log_last_figures()
+
+    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leaves model, optimizers and strategy as they were."""
         self._detach()

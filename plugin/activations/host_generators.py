@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class HostGenerator:
     """Gives and takes the state of a generator, as `torch.Generator` does with tensors.
@@ -52,3 +54,16 @@ HOST_GENERATORS = (
     ),
 )
 """Both of them. Torch's own are always restored, these where the first forward drew from them."""
+
+
+def save_generators() -> Callable[[], None]:
+    """Takes down the state of both and of torch's on the CPU; returns what puts all of it back."""
+    hosts = [(generator, generator.get_state()) for generator in HOST_GENERATORS]
+    of_torch = torch.get_rng_state()
+
+    def put_back() -> None:
+        torch.set_rng_state(of_torch)
+        for generator, state in hosts:
+            generator.set_state(state)
+
+    return put_back

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from rematic.activations.host_generators import HOST_GENERATORS
+from rematic.activations.host_generators import save_generators
 from rematic.cost.calibrate import local_cpu
 from rematic.cost.devices import Device, gpu_like
 from rematic.cost.profile import StepProfile
@@ -126,6 +125,7 @@ def trace_live(
         _remembered[key] = _apart(lambda: trace_profile(traced, settings))
         while len(_remembered) > MAX_REMEMBERED:
             _remembered.popitem(last=False)
+    _remembered.move_to_end(key)
     return _remembered[key]
 
 
@@ -160,25 +160,16 @@ def _apart(work: Callable[[], T]) -> T:
         except Exception as error:
             errors.append(error)
 
-    with _generators_put_back():
+    put_back = save_generators()
+    try:
         thread = threading.Thread(target=run, name="rematic-trace", daemon=True)
         thread.start()
         thread.join()
+    finally:
+        put_back()
     if errors:
         raise errors[0]
     return results[0]
-
-
-@contextmanager
-def _generators_put_back() -> Iterator[None]:
-    hosts = [(generator, generator.get_state()) for generator in HOST_GENERATORS]
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        for generator, before in hosts:
-            generator.set_state(before)
 
 
 def _make_batch(kind: StepKind) -> MakeBatch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -17,6 +16,7 @@ from rematic.cost.optimizer_bytes import (
     trace_optimizer,
 )
 from rematic.recipes import AdafactorConfig, AdamWConfig, SGDConfig, TrainingConfig
+from rematic.training.import_target import import_target
 
 _TORCH = "torch.optim."
 _Rule = Callable[[Iterable[torch.Tensor]], OptimizerBytes]
@@ -65,13 +65,13 @@ def recipe_optimizer_bytes(
 
 
 def _of_torch(path: str, options: Mapping[str, object]) -> MakeOptimizer:
-    name = path.removeprefix(_TORCH)
-    found = getattr(importlib.import_module("torch.optim"), name, None)
-    if not path.startswith(_TORCH) or found is None:
+    if not path.startswith(_TORCH):
         raise ValueError(
             f"nothing is known of the state of {path}: expected an optimizer of torch.optim or an "
             "Adam of bitsandbytes. Name the one nearest to it, such as training.optimizer=adamw."
         )
+    key = "training.optimizer._target_"
+    found = import_target(path, base=torch.optim.Optimizer, key=key, allow_code=False)
     return partial(found, **options)
 
 

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=nn.Module)
+_RETURN_EARLY = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
+"""Tell functions that have done nothing yet when they return."""
 
 
 @dataclass(kw_only=True)
@@ -214,7 +220,7 @@ class RecomputePlugin:
         self._driver.detach()
 
     def _decorated(self, fn: Callable[P, T], *, reduction: Reduction | None) -> Callable[P, T]:
-        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        if any(returns_early(fn) for returns_early in _RETURN_EARLY):
             raise ValueError(
                 f"{fn.__name__} is a generator or a coroutine: expected a function that has done "
                 "forward and backward when it returns. Decorate the function inside that does."

@@ -93,7 +93,8 @@ class RecoverableCall:
             StepOutOfMemoryError: If nothing that is allowed helps; all is as before.
         """
         self._place = place = place_of_batch(fn, args)
-        batch = next(iter(kwargs.values()), None) if place is None else args[place]
+        named = (value for value in kwargs.values() if not isinstance(value, _NO_BATCHES))
+        batch = next(named, None) if place is None else args[place]
         self._session.begin_step(batch)
         try:
             result = self._attempts(fn, args, kwargs)

@@ -244,6 +244,11 @@ class LightningDriver:
         step_retries, self._recovery = self._recovery.num_retries, None
         self._figures.add(self.session.end_step(), step_retries=step_retries)
 
+    def log_last_figures(self) -> None:
+        """Gives loggers what the last steps of a fit took, if theirs are due."""
+        if self.session is not None and self._module is not None:
+            self._log_figures(self._module.trainer)
+
     def _log_figures(self, trainer: pl.Trainer) -> None:
         """Gives loggers the figures of the steps so far, as often as they get the user's."""
         every: int = getattr(trainer, "log_every_n_steps", 0)  # set late, so not declared

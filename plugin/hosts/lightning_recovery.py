@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from torch import nn
 
-from rematic.activations.host_generators import HOST_GENERATORS
+from rematic.activations.host_generators import save_generators
 from rematic.control import StopReport
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.session import Session
@@ -86,13 +86,7 @@ class LightningRecovery:
         """Runs a backward of the strategy, of which what fails inside the plugin is repeated."""
         assert self._recovery.transaction is not None
         self._recovery.transaction.count_gradients()
-        generators = [(g, g.get_state()) for g in HOST_GENERATORS]
-        torch_state = torch.get_rng_state()
-
-        def put_generators() -> None:
-            torch.set_rng_state(torch_state)
-            for generator, state in generators:
-                generator.set_state(state)
+        put_generators = save_generators()
 
         def backward(inner: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kw: Any) -> Any:  # noqa: ANN401 - as the plugin's
             again = _Backward(self, plugin, put_generators)

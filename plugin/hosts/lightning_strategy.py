@@ -114,6 +114,12 @@ class SessionStrategy(Strategy):
         return checkpoint
 
     @override
+    def on_train_end(self) -> None:
+        """Gives loggers what the last steps took."""
+        self._driver.log_last_figures()
+        super().on_train_end()
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Ends a step that an exception outside of it interrupted."""
         self._driver.abort(exception)

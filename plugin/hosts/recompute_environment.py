@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ FSDP_KEY = "rematic_recipe"
 
 _LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 """Set by every launcher of Accelerate."""
+_CONFIG_FILE = ("--config_file", "--config-file")
 _WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -56,12 +58,10 @@ def read_environment(environment: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def _warn_of_lost_key(environment: Mapping[str, str]) -> None:
-    """Says that `accelerate launch` has not passed on a recipe that the default file names."""
+    """Says that `accelerate launch` has not passed on a recipe that its config file names."""
     if _LAUNCHED not in environment:
         return
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = Path(default_config_file)
+    path = _file_of_launcher()
     if path.is_file() and FSDP_KEY in path.read_text("utf-8"):
         _log.warning(
             "%s names a recipe by fsdp_config.%s, which `accelerate launch` does not pass on: "
@@ -70,6 +70,28 @@ def _warn_of_lost_key(environment: Mapping[str, str]) -> None:
             FSDP_KEY,
             RECIPE,
         )
+
+
+def _file_of_launcher() -> Path:
+    """Returns the config file that the launcher of this process was given, or Accelerate's own."""
+    import psutil
+    from accelerate.commands.config.config_args import default_config_file
+
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():  # the nearest first
+            arguments = process.cmdline()
+            given = _value_of(_CONFIG_FILE, arguments)
+            if given is not None and any("accelerate" in argument for argument in arguments):
+                return Path(process.cwd(), given)
+    return Path(default_config_file)
+
+
+def _value_of(names: tuple[str, ...], arguments: list[str]) -> str | None:
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, is_joined, value = argument.partition("=")
+        if name in names:
+            return value if is_joined else following
+    return None
 
 
 def _truth(environment: Mapping[str, str], name: str) -> bool | None:

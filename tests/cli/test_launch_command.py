@@ -64,13 +64,15 @@ def by_accelerate(path: Path, folder: Path) -> list[dict[str, Any]]:
     """Launches by the stock launcher, to which the recipe's values go by the environment."""
     overrides = json.dumps(yaml.safe_load(SECTION)["recompute_config"]["overrides"])
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    subprocess.run(
+    done = subprocess.run(
         [*launcher, "--config_file", str(path), SCRIPT, str(folder), *LIKE_OPTIONS],
         env={**os.environ, "REMATIC_OVERRIDES": overrides, "OMP_NUM_THREADS": "1"},
         check=True,
         capture_output=True,
+        text=True,
         timeout=300,
     )
+    (folder / "stderr.txt").write_text(done.stderr)
     return results(folder)
 
 
@@ -92,6 +94,8 @@ def test_flipping_the_key_changes_the_policy_and_nothing_else(
     else:
         stock.write_text(off_by_key)
         off = by_accelerate(stock, tmp_path)
+        lost = f"{stock} names a recipe by fsdp_config.rematic_recipe, which `accelerate launch`"
+        assert lost in (tmp_path / "stderr.txt").read_text()
     assert [(rank["policy"], rank["forwards"]) for rank in off] == [(None, 3)] * processes
     for ranks in on.values():
         assert [(r["policy"], r["forwards"]) for r in ranks] == [("recompute", 6)] * processes

@@ -70,6 +70,12 @@ def test_an_optimizer_of_which_nothing_is_known_is_refused():
         recipe_optimizer_bytes(training, weights(), on_accelerator=True)
 
 
+def test_what_is_no_optimizer_is_refused():
+    training = TrainingConfig(optimizer=TargetOptimizerConfig(_target_="torch.optim.lr_scheduler"))
+    with pytest.raises(ValueError, match=r"'torch\.optim\.lr_scheduler', which is no Optimizer"):
+        recipe_optimizer_bytes(training, weights(), on_accelerator=True)
+
+
 def test_parts_of_weights_are_rows():
     parts = parts_of([*weights(), nn.Parameter(torch.ones(7, 3), requires_grad=False)], 8)
     assert [tuple(part.shape) for part in parts] == [(38, 512), (8, 32), (512,), (8,), (125, 101)]

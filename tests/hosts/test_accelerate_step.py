@@ -45,8 +45,9 @@ class Loop:
         lambda plugin, loop: plugin.step(loop.step)(X),
         lambda plugin, loop: plugin.step(loop.step)(x=X),
         lambda plugin, loop: plugin.step(loop.of_model)(loop.model, X),
+        lambda plugin, loop: plugin.step(loop.of_model)(model=loop.model, x=X),
     ],
-    ids=["method", "bound method", "by name", "model first"],
+    ids=["method", "bound method", "by name", "model first", "model first by name"],
 )
 def test_the_batch_is_found(call: Callable[[rematic.RecomputePlugin, Loop], object]) -> None:
     plugin = plugin_for(policy="keep")
@@ -72,7 +73,10 @@ def test_what_has_done_nothing_when_it_returns_is_refused() -> None:
 
     async def coroutine(x: torch.Tensor) -> None: ...
 
-    for fn in (generator, coroutine):
+    async def both(x: torch.Tensor) -> Any:
+        yield x
+
+    for fn in (generator, coroutine, both):
         with pytest.raises(ValueError, match=rf"{fn.__name__} is a generator or a coroutine"):
             plugin.step(fn)
 

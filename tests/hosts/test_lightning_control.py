@@ -82,3 +82,13 @@ def test_loggers_get_the_figures_as_often_as_the_users(runner: Runner, entry: st
     assert first["rematic/policy_level"] == 2
     assert first["rematic/peak_bytes"] == max(step["peak_bytes"] for step in steps[:6])
     assert fitted.logged == runner.fit(Net, accumulate_grad_batches=2, log_every_n_steps=3).logged
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_loggers_get_the_last_figures_when_a_fit_ends_where_they_are_due(
+    runner: Runner, entry: str
+) -> None:
+    arguments = runner.entry(entry, recipe=recipe(), policy="recompute")
+    fitted = runner.fit(Net, accumulate_grad_batches=2, log_every_n_steps=8, **arguments)
+    ((step, figures),) = fitted.figures
+    assert (step, figures["rematic/steps"]) == (7, 14)
