@@ -14,13 +14,7 @@ from typing import Any
 
 from torch import nn
 
-_CALLS: frozenset[types.CodeType] = frozenset(
-    code
-    for function in (nn.Module._call_impl, nn.Module._wrapped_call_impl, nn.Module._slow_forward)
-    for code in (function.__code__, *function.__code__.co_consts)
-    if isinstance(code, types.CodeType)
-)
-"""What of `nn.Module` calls `self.forward`."""
+from rematic.activations import torch_private
 
 
 def shallow_copy_called(module: nn.Module | None) -> nn.Module | None:
@@ -34,7 +28,7 @@ def shallow_copy_called(module: nn.Module | None) -> nn.Module | None:
         `copy(x)`.
     """
     frame: Any = sys._getframe(2)
-    if frame.f_code not in _CALLS:
+    if frame.f_code not in torch_private.CALLS_OF_MODULES:
         return None
     called: nn.Module | None = frame.f_locals.get("self")
     return None if called is module else called

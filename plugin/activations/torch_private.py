@@ -294,3 +294,15 @@ def process_group_store(prefix: str) -> Any:
         return None
     make: Callable[..., Any] = getattr(distributed, "PrefixStore")  # noqa: B009 - no export
     return None if store is None else make(prefix, store)
+
+
+def _calls_of_modules() -> Iterator[types.CodeType]:
+    for name in ("_call_impl", "_wrapped_call_impl", "_slow_forward"):
+        code = getattr(getattr(nn.Module, name, None), "__code__", None)
+        if code is not None:
+            yield code
+            yield from (inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+
+CALLS_OF_MODULES = frozenset(_calls_of_modules())
+"""What of `nn.Module` calls `self.forward`."""

@@ -49,6 +49,12 @@ def run_show(arguments: argparse.Namespace) -> int:
     """
     config = _accelerate_config(arguments.recipe)
     if config is not None:
+        if arguments.json or arguments.overrides:
+            given = "--json" if arguments.json else arguments.overrides[0]
+            raise ValueError(
+                f"{arguments.recipe} is a config of Accelerate, and {given} was given; expected "
+                "its name alone, since it has no keys of a recipe: copy it and edit the copy"
+            )
         print(config.read_text("utf-8"), end="")
         return DONE
     recipe, origins = load_recipe_with_origins(arguments.recipe, arguments.overrides)

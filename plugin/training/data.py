@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rematic.recipes import DataConfig, Recipe
+from rematic.training import byte_tokens
 from rematic.training.batches import BatchMaker
 from rematic.training.corpus import load_corpus
 from rematic.training.documents import Corpus
@@ -56,7 +57,7 @@ def load_data(recipe: Recipe, *, rank: int = 0, num_ranks: int = 1) -> TrainingD
     data, seed = recipe.data, recipe.training.seed
     tokenizer = load_tokenizer(recipe)
     if recipe.model.task == "masked-lm" and isinstance(tokenizer, ByteTokenizer):
-        tokenizer.num_tokens = ByteTokenizer.mask_id + 1 if ByteTokenizer.mask_id else None
+        tokenizer.num_tokens = byte_tokens.MASK_ID + 1
     corpus = load_corpus(data)
     trained, held_out = _split(corpus, recipe)
     is_seq2seq = recipe.model.task == "seq2seq"

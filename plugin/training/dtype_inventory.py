@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from rematic.byte_sizes import format_bytes
+from rematic.training.quantize import PACKED
 
-_PACKED = ("Params4bit", "Int8Params")
 _ADAPTER_PARTS = ("lora_", "modules_to_save")
 
 
@@ -105,7 +105,7 @@ def _roles(model: nn.Module) -> Mapping[str, str]:
 
 
 def _role(name: str, module: nn.Module, parameter: nn.Parameter, head: nn.Module | None) -> str:
-    if type(parameter).__name__ in _PACKED or "parametrizations" in name:
+    if type(parameter).__name__ in PACKED or "parametrizations" in name:
         return "packed"
     if any(part in name for part in _ADAPTER_PARTS):
         return "adapter"

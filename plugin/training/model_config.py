@@ -43,7 +43,7 @@ def build_config(
         ValueError: The type or a key is unknown, transformers refuses a value, or the model
             cannot read the tokens or sequences of that length.
     """
-    given = _BYTE_MARKS if marks is None else marks
+    given = BYTE_MARKS if marks is None else marks
     if model.type is None and model.has_saved_weights:
         config = load_config(model)
     else:
@@ -127,7 +127,7 @@ def cannot_load(what: str, model: ModelConfig, error: Exception) -> str:
     return f"{what} of {name_source(model)} cannot be loaded ({kind}: {text}); {remedy}"
 
 
-_BYTE_MARKS = {
+BYTE_MARKS = {
     "pad_token_id": PAD_ID,
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,

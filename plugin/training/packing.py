@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
@@ -21,8 +22,6 @@ def pack_documents(lengths: Sequence[int], *, capacity: int) -> list[tuple[int, 
     [(2,), (0, 1), (3,)]
     """
     # (room, position of the sequence), sorted, so that the best fit is found by bisection
-    from bisect import bisect_left, insort
-
     sequences: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for position in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):

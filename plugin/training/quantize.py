@@ -13,11 +13,13 @@ from rematic.recipes import QuantizationConfig
 from rematic.recipes.cross_checks import FOUR_BIT
 from rematic.recipes.tuning_schema import WeightFormat
 from rematic.training.extras import import_extra
+from rematic.training.model import DTYPES
 
 EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters of fused experts, (experts, rows, columns) each, which are no linear layers."""
 
-_STORAGE = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp32": torch.float32}
+PACKED = ("Params4bit", "Int8Params")
+"""Types of weights in 4 and 8 bits, by name: bitsandbytes need not be there."""
 _SCALES_BLOCK = 64
 _SECOND_BLOCK = 256
 
@@ -144,8 +146,8 @@ def load_options(
             "load_in_4bit": True,
             "bnb_4bit_quant_type": weight_format,
             "bnb_4bit_use_double_quant": quantization.double,
-            "bnb_4bit_compute_dtype": _compute_dtype(quantization),
-            "bnb_4bit_quant_storage": _STORAGE[quantization.storage_dtype],
+            "bnb_4bit_compute_dtype": DTYPES[quantization.compute_dtype],
+            "bnb_4bit_quant_storage": DTYPES[quantization.storage_dtype],
         }
     # by itself transformers would load onto the GPU that is current, the first one in every rank
     return {"quantization_config": config(**options), "device_map": {"": "cpu"}}
@@ -202,10 +204,10 @@ def _quantized(
         made = bitsandbytes.nn.Linear4bit(
             *size,
             bias=has_bias,
-            compute_dtype=_compute_dtype(quantization),
+            compute_dtype=DTYPES[quantization.compute_dtype],
             compress_statistics=quantization.double,
             quant_type=weight_format,
-            quant_storage=_STORAGE[quantization.storage_dtype],
+            quant_storage=DTYPES[quantization.storage_dtype],
             device="meta",
         )
         made.weight = bitsandbytes.nn.Params4bit(
@@ -213,7 +215,7 @@ def _quantized(
             requires_grad=False,
             compress_statistics=quantization.double,
             quant_type=weight_format,
-            quant_storage=_STORAGE[quantization.storage_dtype],
+            quant_storage=DTYPES[quantization.storage_dtype],
             module=made,
         )
     if has_bias:
@@ -233,10 +235,6 @@ def _is_named(name: str, wanted: str) -> bool:
     return name == wanted or name.endswith(f".{wanted}")
 
 
-def _compute_dtype(quantization: QuantizationConfig) -> torch.dtype:
-    return torch.bfloat16 if quantization.compute_dtype == "bf16" else torch.float32
-
-
 def _bitsandbytes(weight_format: WeightFormat) -> Any:  # noqa: ANN401 - a module
     return import_extra(
         "bitsandbytes", extra="bitsandbytes", needed_by=f"quantization.format: {weight_format}"
@@ -254,7 +252,7 @@ def unpack_model(model: nn.Module, *, dtype: torch.dtype) -> None:
 
     for name, layer in list(model.named_modules()):
         packed: Any = layer
-        if type(getattr(layer, "weight", None)).__name__ in ("Params4bit", "Int8Params"):
+        if type(getattr(layer, "weight", None)).__name__ in PACKED:
             weight = dequantize_bnb_weight(packed.weight, getattr(packed, "state", None))
             linear = nn.Linear(
                 packed.in_features, packed.out_features, packed.bias is not None, device="meta"

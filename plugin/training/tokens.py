@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rematic.recipes import Recipe
 from rematic.training import byte_tokens
-from rematic.training.model_config import cannot_load, hub_options, source_of
+from rematic.training.model_config import BYTE_MARKS, cannot_load, hub_options, source_of
 
 BYTES = "bytes"
 """What a recipe calls the tokenizer that reads bytes."""
@@ -67,13 +67,7 @@ class ByteTokenizer:
 
     def marks(self) -> dict[str, int | None]:
         """The marks of bytes."""
-        return {
-            "pad_token_id": byte_tokens.PAD_ID,
-            "bos_token_id": byte_tokens.BOS_ID,
-            "eos_token_id": byte_tokens.EOS_ID,
-            "cls_token_id": byte_tokens.BOS_ID,
-            "sep_token_id": byte_tokens.EOS_ID,
-        }
+        return dict(BYTE_MARKS)
 
     def variables(self) -> dict[str, str]:
         """None: marks are no bytes."""

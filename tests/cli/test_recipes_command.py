@@ -92,10 +92,12 @@ def test_accelerate_configs_are_what_both_launchers_read(
     [
         (["show", "tiny-cpo"], "'tiny-cpo' is not the name of a recipe, did you mean tiny-cpu"),
         (["show", "accelerate/fsdp"], "'accelerate/fsdp' is no recipe"),
+        (["show", "accelerate/fsdp2", "--json"], "--json was given; expected its name alone"),
+        (["show", "accelerate/fsdp2", "a=1"], "a=1 was given; expected its name alone"),
         (["show", "tiny-cpu", "data.max_lenght=2"], "did you mean max_length"),
         (["list"], "invalid choice: 'list'"),
     ],
-    ids=["name", "accelerate", "key", "command"],
+    ids=["name", "accelerate", "json", "override", "key", "command"],
 )
 def test_says_what_cannot_be_shown(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
