@@ -4,28 +4,36 @@
     .venv/bin/python benchmarks/recipe_figures.py tiny-cpu-qlora       # plan some
     .venv/bin/python benchmarks/recipe_figures.py --measure tiny-cpu   # train it and measure
 
-`planned_on` and `measured_on` of each recipe are written anew, and the table of recipes in the
-README. The device to plan for is the one that the recipe names. What is measured is a whole run on
-this machine, which should do nothing else meanwhile.
+`planned_on`, `measured_on` and the line `# Measured:` of each recipe are written anew, and the
+table of recipes in the README. The device to plan for is the one that the recipe names. What is
+measured is a whole run on this machine, with one thread in each process. Tokens per second are
+those of CPU time after the first step, so other work on the machine changes them little.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import platform
 import re
+import resource
 import subprocess
 import sys
 import tempfile
-from dataclasses import fields, replace
+import time
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+
+import torch
 
 from rematic.byte_sizes import format_bytes
 from rematic.cli.recipe_figures import planned_figures
 from rematic.cli.recipe_forecast import Profiles, forecast_recipe
 from rematic.cli.recipe_table import format_markdown
 from rematic.cli.recipes_command import shipped_recipes
-from rematic.journal import read_journal, summarize
+from rematic.journal import RunSummary, read_journal, summarize
 from rematic.recipes import FiguresConfig, Recipe, format_plain, list_recipes, load_recipe
+from rematic.training.data import load_data
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
@@ -39,7 +47,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.measure:
         for name in arguments.names:
-            write_section(name, "measured_on", measured_figures(name))
+            figures = measured_figures(load_recipe(name))
+            write_section(name, "measured_on", figures)
+            write_measured_line(name, measured_where())
     profiles = Profiles()
     forecasts = []
     for recipe in shipped_recipes():
@@ -69,22 +79,93 @@ def write_section(name: str, section: str, figures: FiguresConfig) -> None:
     path.write_text(f"{text.rstrip()}\n\n{written}", "utf-8")
 
 
-def measured_figures(name: str) -> FiguresConfig:
-    """Trains a recipe in a process of its own and returns what it needed."""
-    recipe: Recipe = load_recipe(name)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "rematic.cli", "train", name]
-        options = [f"run.dir={folder}", "run.name=measured", "run.save=none"]
-        subprocess.run([*command, *options], check=True)
-        summary = summarize(read_journal(Path(folder) / "measured" / "journal.jsonl"))
-    if summary.peak_bytes is None or summary.status != "finished":
-        raise SystemExit(f"{name} did not finish, or nobody knows its peak")
-    rate = summary.tokens_per_second
+def write_measured_line(name: str, where: str) -> None:
+    """Writes into the header of a shipped recipe what its figures were measured on."""
+    path = ROOT / "recipes" / f"{name}.yaml"
+    path.write_text(with_measured_line(path.read_text("utf-8"), where), "utf-8")
+
+
+def with_measured_line(text: str, where: str) -> str:
+    """A recipe with another line `# Measured:` in its header."""
+    line = f"# Measured: {where}; see measured_on.\n"
+    changed, count = re.subn(r"(?m)^# Measured: .*\n(?:#   .*\n)*", lambda _: line, text, count=1)
+    if count != 1:
+        raise ValueError("the header has no line that begins with '# Measured: '; write one")
+    return changed
+
+
+def measured_where() -> str:
+    """Names the day and what was measured on, as far as the figures depend on it."""
+    day = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    python = platform.python_version()
+    return f"{day}, one thread a process, Python {python}, PyTorch {torch.__version__}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """A run in a process of its own."""
+
+    summary: RunSummary
+    """What its journal says."""
+    cpu_seconds: float
+    """CPU time of all its processes, their start included."""
+    seconds: float
+    """Time by the clock."""
+
+
+def measured_figures(recipe: Recipe) -> FiguresConfig:
+    """Trains a recipe and returns what it needed.
+
+    A run of one step goes first: what starting takes is the same in both and falls out.
+    """
+    start, whole = measured_run(recipe, "training.max_steps=1"), measured_run(recipe)
+    devices = recipe.distributed.devices
+    first, every = tokens_of_ranks(recipe)
+    if whole.summary.tokens != every[0]:
+        raise SystemExit(f"{recipe.name} trained {whole.summary.tokens} tokens, not {every[0]}")
+    rate = (sum(every) - sum(first)) / (whole.cpu_seconds - start.cpu_seconds) * devices
+    print(
+        f"{recipe.name}: {sum(every)} tokens, {whole.cpu_seconds:.0f} s of CPU time, "
+        f"{start.cpu_seconds:.0f} s to the end of the first step, {whole.seconds:.0f} s by the "
+        f"clock, peak {whole.summary.peak_bytes}, {whole.summary.evictions} evictions, "
+        f"{whole.summary.op_retries + whole.summary.unit_retries} retries, prediction error median "
+        f"{whole.summary.prediction_error_median} max {whole.summary.prediction_error_max}, "
+        f"last loss {whole.summary.last_loss}, {rate:.1f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )
     return FiguresConfig(
         device=recipe.planned_on.device,
-        peak=format_bytes(summary.peak_bytes).replace(" ", ""),
-        tokens_per_second=None if rate is None else float(f"{rate:.3g}"),
+        peak=format_bytes(whole.summary.peak_bytes or 0).replace(" ", ""),
+        tokens_per_second=float(f"{rate:.3g}"),
     )
+
+
+def measured_run(recipe: Recipe, *overrides: str) -> MeasuredRun:
+    """Trains a recipe with one thread in each process, to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "rematic.cli", "train", recipe.name, *overrides]
+        options = [f"run.dir={folder}", "run.name=measured", "run.save=none", "training.threads=1"]
+        begin, cpu = time.perf_counter(), _cpu_seconds_of_children()
+        subprocess.run([*command, *options], check=True)
+        seconds, cpu = time.perf_counter() - begin, _cpu_seconds_of_children() - cpu
+        summary = summarize(read_journal(Path(folder) / "measured" / "journal.jsonl"))
+    if summary.peak_bytes is None or summary.status != "finished":
+        raise SystemExit(f"{recipe.name} did not finish, or nobody knows its peak")
+    return MeasuredRun(summary=summary, cpu_seconds=cpu, seconds=seconds)
+
+
+def tokens_of_ranks(recipe: Recipe) -> tuple[list[int], list[int]]:
+    """Tokens of the first step and of a whole run, padding included, by rank."""
+    ranks = range(recipe.distributed.devices)
+    loaders = [load_data(recipe, rank=rank, num_ranks=len(ranks)).loader for rank in ranks]
+    sizes = [[batch["input_ids"].numel() for batch in loader] for loader in loaders]
+    return [one[0] for one in sizes], [sum(one) for one in sizes]
+
+
+def _cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

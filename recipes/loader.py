@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rematic.recipes.budget import Budget, parse_budget
@@ -14,8 +15,11 @@ from rematic.recipes.tree import Origin, Tree, TreeEntry, TreeMap, TreeScalar
 from rematic.recipes.typed_reader import Parser, read_tree
 from rematic.recipes.yaml_text import parse_yaml
 
-_OWN_KEYS = ("extends", "name", "description")
+_OWN_KEYS = ("extends", "name", "description", "measured_on")
 """Keys that a recipe does not take over from the one it extends."""
+_OWN_FIGURES = ("peak", "step_seconds", "tokens_per_second")
+"""What it does not take over of `planned_on`: the device is meant for it too, the figures are of
+another recipe."""
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -66,10 +70,19 @@ def _compose(chain: Sequence[tuple[Path, TreeMap]]) -> TreeMap:
         name = TreeEntry(key_origin=origin, value=TreeScalar(value=path.stem, origin=origin))
         tree = TreeMap(entries={"name": name, **tree.entries}, origin=tree.origin)
     for _, below in chain[1:]:
-        merged = merge(_without(below, _OWN_KEYS), tree)
+        merged = merge(_inherited(below), tree)
         assert isinstance(merged, TreeMap)  # both are
         tree = merged
     return tree
+
+
+def _inherited(tree: TreeMap) -> TreeMap:
+    tree = _without(tree, _OWN_KEYS)
+    planned = tree.entries.get("planned_on")
+    if planned is None or not isinstance(planned.value, TreeMap):
+        return tree
+    device = replace(planned, value=_without(planned.value, _OWN_FIGURES))
+    return TreeMap(entries={**tree.entries, "planned_on": device}, origin=tree.origin)
 
 
 def _without(tree: TreeMap, keys: Sequence[str]) -> TreeMap:

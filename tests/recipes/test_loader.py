@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rematic.recipes import (
     Budget,
+    FiguresConfig,
     KeepConfig,
     Origin,
     RecipeError,
@@ -88,6 +89,20 @@ def test_a_name_and_a_description_are_not_taken_over() -> None:
     recipe, origins = load_recipe_with_origins("b.yaml")
     assert (recipe.name, recipe.description) == ("b", "")
     assert origins["name"] == Origin(source="b.yaml")
+
+
+def test_figures_of_another_recipe_are_not_taken_over() -> None:
+    _write(
+        "a.yaml",
+        "planned_on: {device: cpu, peak: 1GiB, step_seconds: 2.0}\n"
+        "measured_on: {device: cpu, peak: 1GiB, tokens_per_second: 3.0}\n",
+    )
+    _write("b.yaml", "extends: a.yaml\nplanned_on: {peak: 2GiB}\n")
+    _write("c.yaml", "extends: b.yaml\n")
+    found = load_recipe("c.yaml")
+    assert found.planned_on == FiguresConfig(device="cpu")
+    assert found.measured_on == FiguresConfig()
+    assert load_recipe("b.yaml").planned_on == FiguresConfig(device="cpu", peak="2GiB")
 
 
 def test_a_file_may_extend_a_shipped_recipe() -> None:

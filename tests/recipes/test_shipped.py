@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,13 @@ def test_every_shipped_recipe_says_what_it_was_planned_and_measured_on(name: str
     assert line.startswith(f"# Planned:  for {device}")
     assert planned.peak_bytes
     assert (planned.step_seconds is None) is (planned.device == "cpu")
-    assert ("# Measured: nothing yet" in header) is (measured.device is None)
+    (where,) = [line for line in header.splitlines() if line.startswith("# Measured: ")]
+    if measured.device is None:
+        assert where.startswith("# Measured: nothing yet")
+    else:
+        assert re.fullmatch(r"# Measured: \d{4}-\d\d-\d\d, .+; see measured_on\.", where)
+        assert measured.peak_bytes
+        assert measured.tokens_per_second
 
 
 def test_the_static_baseline_differs_by_its_policy_alone() -> None:
