@@ -16,6 +16,7 @@ from rematic.activations.notices import Notice
 from rematic.activations.record import Holder, Record
 from rematic.activations.replay import replay
 from rematic.activations.reused_inputs import WaitingRecords
+from rematic.activations.shared_inputs import SharedInputs
 from rematic.memory import is_out_of_memory, requested_bytes
 
 
@@ -74,6 +75,8 @@ class Ledger:
         """What the safety check found, by kind of unit."""
         self.waiting = WaitingRecords()
         """Records of first calls that are let go when it is known what becomes of their inputs."""
+        self.shared_inputs = SharedInputs()
+        """Inputs that several calls receive, which are not moved."""
         self._records: list[weakref.ref[Record]] = []
         self._purge_at = 64
         self._num_opened = 0

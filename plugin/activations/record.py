@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -232,15 +232,22 @@ class Record:
         self._put(stash, [h for h in holders if h.tensor is not None and self._is_fresh(h)])
         return sum(nbytes for storage, nbytes in storages if storage() is None)
 
-    def move_inputs(self, stash: Stash) -> None:
+    def move_inputs(self, stash: Stash, *, shared: Collection[int] = ()) -> None:
         """Moves the inputs that need a gradient, and what was saved of them.
 
         Others (masks, positions) are shared by all units, and moving them would free nothing.
 
+        Args:
+            stash: Where to.
+            shared: Positions of inputs that other calls hold as well, which stay.
+
         Raises:
             StashError: If there is no room; nothing has moved then.
         """
-        moved = [argument for argument in self.arguments.tensors() if argument.requires_grad]
+        arguments = enumerate(self.arguments.tensors())
+        moved = [
+            argument for i, argument in arguments if argument.requires_grad and i not in shared
+        ]
         moved = list({id(argument): argument for argument in moved}.values())
         keys = {torch_private.storage_key(argument.tensor()) for argument in moved}
         saved = [

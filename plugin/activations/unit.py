@@ -290,6 +290,8 @@ class Unit:
             named = frozenset().union(*map(host_generators_of, kinds))
             self._mutable[self.module.training] = record.module_state.changed_names() | named
         record.module_state.leave_graphs()
+        if self.tiling is None:  # slices share the storage of the whole
+            self.ledger.shared_inputs.learn(record)
         if record.pinned == _FIRST_CALL:
             record.pinned = self.joint
         if record.arguments.mutated_positions():
@@ -318,7 +320,8 @@ class Unit:
         if lets_go:
             record.let_go()
         if self.stash is not None:
-            move_away(record, self.stash, self.note_once)
+            shared = self.ledger.shared_inputs.of(record)
+            move_away(record, self.stash, self.note_once, shared=shared)
 
     @property
     def _awaits_check(self) -> bool:

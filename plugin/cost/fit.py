@@ -71,19 +71,18 @@ class Fit:
             casts: Copies of weights that other units may hold while it runs.
         """
         forward, backward = f"forward {slot}", f"backward {slot}"
-        # What a unit let go but the caller's variables hold until the head is reached counts as
-        # gone at once in what that unit keeps, and as there in the forward of the others.
-        late = [trace.late_bytes for trace in self._traces]
+        # What a unit let go but the caller's variables hold until the head is reached is no part of
+        # what it keeps: it is gone in backward.
+        late = self._through([trace.late_bytes[slot] for trace in self._traces])
         own_casts = self._through([trace.cast_bytes[slot] for trace in self._traces])
-        kept = self._growth(forward) - self._through([of_unit[slot] for of_unit in late])
-        kept -= own_casts
-        others = self._through([sum(n for n in u[:slot] if n > 0) for u in late])
+        kept = self._growth(forward) - late - own_casts
         return ActionProfile(
             kept=kept,
-            forward=self._rise(forward, plus=others + casts - own_casts),
+            forward=self._rise(forward, plus=casts - own_casts),
             backward=self._rise(backward),
             gradient=self._growth(backward) + kept,
             cast=own_casts,
+            late=late,
             offered=self._offered(slot),
         )
 

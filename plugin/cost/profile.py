@@ -33,6 +33,7 @@ class ActionProfile:
     backward: Envelope
     gradient: Polynomial
     cast: Polynomial = field(default_factory=lambda: Polynomial.constant(0))
+    late: Polynomial = field(default_factory=lambda: Polynomial.constant(0))
     offered: tuple[tuple[Polynomial, bool], ...] = ()
     """Storages that the unit would move, and whether those of the traced steps were."""
 
@@ -57,6 +58,7 @@ class ActionProfile:
             gradient=self.gradient(batch, length),
             moved=moved,
             cast=self.cast(batch, length),
+            late=self.late(batch, length),
         )
 
 

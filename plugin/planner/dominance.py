@@ -11,7 +11,8 @@ def undominated(options: Sequence[Option]) -> tuple[int, ...]:
     """Returns the positions of the options that no other one beats; of equals the first.
 
     Judged by what the peak formula reads: bytes kept, and the rise of forward and of backward
-    above what units before it keep; and by seconds. What is moved has been judged before.
+    above what units before it keep; what callers hold on to; and by seconds. What is moved has been
+    judged before.
 
     Args:
         options: Options of one unit.
@@ -32,5 +33,6 @@ def _beats(one: Option, other: Option) -> bool:
         one.seconds <= other.seconds
         and one.kept_bytes <= other.kept_bytes
         and one.forward_bytes <= other.forward_bytes
+        and one.late_bytes <= other.late_bytes
         and one.kept_bytes + one.backward_bytes <= other.kept_bytes + other.backward_bytes
     )

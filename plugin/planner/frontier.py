@@ -223,6 +223,7 @@ def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Optio
         gradient_bytes=base.gradient,
         seconds=seconds,
         cast_bytes=base.cast,
+        late_bytes=base.late,
     )
 
 
@@ -268,4 +269,5 @@ def _option(action: Action, measured: ActionBytes, *, replay: float, pace: Pace)
         seconds=seconds,
         moved_bytes=measured.moved,
         cast_bytes=measured.cast,
+        late_bytes=measured.late,
     )

@@ -32,14 +32,16 @@ class Limits:
 def limits_of(problem: Problem) -> Limits:
     """Returns what each option needs.
 
-    Where options of one unit leave different gradients behind, the largest is counted.
+    Where options of one unit leave different gradients behind, or callers hold different bytes of
+    its input for longer than it does, the largest is counted.
     """
     around, fixed = problem.around, problem.fixed.total
     base = fixed + around.embedding_kept
     left = around.head_left
+    late = _late(problem)
     needs: list[tuple[int, ...]] = []
-    for options in reversed(problem.units):
-        needs.append(tuple(_need(option, left) for option in options))
+    for options, held in zip(reversed(problem.units), reversed(late), strict=True):
+        needs.append(tuple(_need(option, left, held) for option in options))
         left += max(option.gradient_bytes for option in options)
     after = fixed + left + around.embedding_gradient
     outside = max(
@@ -50,5 +52,13 @@ def limits_of(problem: Problem) -> Limits:
     return Limits(base=base, head=around.head, around=outside, needs=tuple(reversed(needs)))
 
 
-def _need(option: Option, left: int) -> int:
-    return max(option.forward_bytes, left + option.kept_bytes + option.backward_bytes)
+def _late(problem: Problem) -> list[int]:
+    """Returns, for each unit, the most that callers hold of the inputs of those before it."""
+    late = [0]
+    for options in problem.units:
+        late.append(max(0, late[-1] + max(option.late_bytes for option in options)))
+    return late[:-1]
+
+
+def _need(option: Option, left: int, late: int) -> int:
+    return max(late + option.forward_bytes, left + option.kept_bytes + option.backward_bytes)

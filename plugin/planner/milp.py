@@ -122,6 +122,7 @@ def _intervals(
     gradient = np.array([option.gradient_bytes for option in columns], dtype=float)
     forward = np.array([option.forward_bytes for option in columns], dtype=float)
     backward = np.array([option.backward_bytes for option in columns], dtype=float)
+    late = np.array([option.late_bytes for option in columns], dtype=float)
     room = budget_bytes - problem.fixed.total
     inside = room - around.embedding_kept
     rows, limits = [kept], [inside - around.head]
@@ -131,7 +132,7 @@ def _intervals(
         own[start:stop] = 1
         before, after = np.zeros(len(columns)), np.zeros(len(columns))
         before[:start], after[stop:] = 1, 1
-        rows.append(before * kept + own * forward)
+        rows.append(before * (kept + late) + own * forward)
         limits.append(inside)
         rows.append(before * kept + own * (kept + backward) + after * gradient)
         limits.append(inside - around.head_left)

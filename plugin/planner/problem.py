@@ -59,6 +59,10 @@ class Option:
     """Copies of weights that autocast makes in its forward and lets go when forward has ended; they
     are in no other number of it."""
 
+    late_bytes: int = 0
+    """Bytes of its input that it lets go but its callers hold until the last unit has run; they are
+    in no other number of it. Below 0 where its forward lets go what they held of units before."""
+
     def __post_init__(self) -> None:
         for name in ("kept_bytes", "forward_bytes", "backward_bytes", "moved_bytes", "seconds"):
             value = getattr(self, name)
@@ -202,7 +206,7 @@ def intervals_of(problem: Problem, assignment: Sequence[int]) -> Iterator[Peak]:
     """
     chosen = chosen_options(problem, assignment)
     around, fixed = problem.around, problem.fixed.total
-    kept, left, casts = 0, 0, 0
+    kept, left, casts, late = 0, 0, 0, 0
 
     def interval(place: Place, working: int, unit: int | None = None) -> Peak:
         return Peak(
@@ -219,9 +223,10 @@ def intervals_of(problem: Problem, assignment: Sequence[int]) -> Iterator[Peak]:
     kept += around.embedding_kept
     for i, option in enumerate(chosen):
         others = around.casts - option.cast_bytes  # as if no unit were kept, and all had run
-        yield interval("unit forward", max(0, option.forward_bytes - others + casts), i)
+        yield interval("unit forward", max(0, option.forward_bytes - others + casts + late), i)
         kept += option.kept_bytes
         casts += option.cast_bytes
+        late += option.late_bytes
     yield interval("head", _head(around, casts))
     left += around.head_left
     for i in range(len(chosen) - 1, -1, -1):

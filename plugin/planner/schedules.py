@@ -105,6 +105,7 @@ def _segment(problem: Problem, start: int, stop: int) -> Option:
         gradient_bytes=sum(option.gradient_bytes for option in keep),
         seconds=sum(option.seconds for option in recompute),
         cast_bytes=sum(option.cast_bytes for option in recompute),
+        late_bytes=sum(option.late_bytes for option in recompute),
     )
 
 

@@ -76,6 +76,9 @@ class ActionBytes:
     cast: int = 0
     """Copies of weights that autocast makes in its forward and lets go after the loss."""
 
+    late: int = 0
+    """Bytes of its input that it lets go but its callers hold until the last unit has run."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCosts:

@@ -57,6 +57,7 @@ def predicted_peak(costs: StepCosts, actions: Sequence[Action]) -> Peak:
             gradient_bytes=measured.gradient,
             moved_bytes=measured.moved,
             cast_bytes=measured.cast,
+            late_bytes=measured.late,
             seconds=0.0,
         )
         units.append((option,))

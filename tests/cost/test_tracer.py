@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from rematic.cost import TraceSettings, language_model_batch, trace_profile
 from rematic.policy import Keep, Offload, Recompute, RecomputeOffload, Selective
@@ -36,13 +36,33 @@ def profile(model):
 
 def test_predicted_peaks_are_those_of_the_ledger(model, profile):
     step = RealStep(model, language_model_batch(1, 24, False))
-    plans = ([K] * 5, [R] * 5, [S] * 5, [X] * 5, [O] * 5, [R, K, S, R, K], [K, O, X, S, R])
+    mixed = ([R, K, S, R, K], [K, O, X, S, R], [X, R, R, R, K], [X, K, S, O, K])
+    plans = ([K] * 5, [R] * 5, [S] * 5, [X] * 5, [O] * 5, *mixed)
     for length in (40, 700):  # at 40 tokens tensors are too small to move
         costs = profile.costs_at(batch=1, length=length)
         batch = language_model_batch(1, length, False)
         for actions in plans:
             peak = predicted_peak(costs, actions)
             assert peak.total - peak.fixed == step.peak_bytes(batch, actions), (length, actions)
+    step.engine.detach()
+
+
+def test_inputs_that_all_blocks_of_a_stack_share_are_in_predicted_peaks():
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 176, "num_heads": 4, "vocab_size": 96}
+    counts = {"num_layers": 4, "num_decoder_layers": 4}
+    config = T5Config(
+        **sizes, **counts, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config).train()
+    costs = traced(model, actions=(K, S, R, X, O), batch=1, padded=(False,))
+    costs = costs.costs_at(batch=1, length=300)
+    step = RealStep(model, language_model_batch(1, 24, False))
+    batch = language_model_batch(1, 300, False)
+    mixed = ([K, X, R, X, O, X, X, S], [X, X, R, K, S, X, K, X], [O, S, R, K, O, X, K, X])
+    for actions in ([X] * 8, [R] * 8, *mixed):
+        peak = predicted_peak(costs, actions)
+        assert peak.total - peak.fixed == step.peak_bytes(batch, actions), actions
     step.engine.detach()
 
 

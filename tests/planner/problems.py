@@ -10,7 +10,7 @@ from rematic.policy import Action, Keep, Offload, Recompute, RecomputeOffload, S
 ACTIONS: tuple[Action, ...] = (Keep(), Selective(), Recompute(), RecomputeOffload(), Offload())
 
 
-def option(kept=0, forward=0, backward=0, gradient=0, seconds=0.0, moved=0, action=None):
+def option(kept=0, forward=0, backward=0, gradient=0, seconds=0.0, moved=0, late=0, action=None):
     return Option(
         action=action or Keep(),
         kept_bytes=kept,
@@ -19,11 +19,12 @@ def option(kept=0, forward=0, backward=0, gradient=0, seconds=0.0, moved=0, acti
         gradient_bytes=gradient,
         seconds=seconds,
         moved_bytes=moved,
+        late_bytes=late,
     )
 
 
 @st.composite
-def small_problems(draw, max_units=5, max_options=3, same_gradients=True):
+def small_problems(draw, max_units=5, max_options=3, same_gradients=True, late=False):
     """Problems without structure, zero bytes and zero seconds among them."""
     num_bytes = st.integers(0, 1000)
     units = []
@@ -36,6 +37,7 @@ def small_problems(draw, max_units=5, max_options=3, same_gradients=True):
                     forward=draw(num_bytes),
                     backward=draw(num_bytes),
                     gradient=gradient if same_gradients else draw(st.integers(0, 200)),
+                    late=draw(st.integers(-50, 200)) if late else 0,
                     seconds=draw(st.sampled_from([0.0, 0.25, 1.0, 1.5, 2.0, 7.0])),
                     action=ACTIONS[a],
                 )

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.planner_problems import budgets, kept_seconds, stack
@@ -16,6 +18,24 @@ def test_the_solver_and_brute_force_agree(seed):
         assert answer.is_proved
         assert seconds_of(problem, answer.assignment) == pytest.approx(seconds_of(problem, best))
         assert answer.bound_seconds == pytest.approx(seconds_of(problem, best))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_inputs_that_callers_hold_are_in_the_rows_of_forward(seed):
+    problem = stack(5, seed=seed, num_actions=4)
+    held = max(option.forward_bytes for options in problem.units for option in options)
+    first = tuple(
+        replace(option, late_bytes=held if option.action.name == "recompute" else 0)
+        for option in problem.units[0]
+    )
+    problem = replace(problem, units=(first, *problem.units[1:]))
+    for budget in budgets(problem, 6):
+        answer = solve_exactly(problem, budget_bytes=budget)
+        best = best_of_all(problem, budget_bytes=budget)
+        found = answer.assignment
+        assert (found is None) == (best is None)
+        if best is not None:
+            assert seconds_of(problem, found) == pytest.approx(seconds_of(problem, best))
 
 
 def test_a_budget_that_nothing_fits_into_is_proved_to_be_one():

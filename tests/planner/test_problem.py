@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from rematic.planner import (
@@ -6,6 +8,7 @@ from rematic.planner import (
     Peak,
     Problem,
     Surroundings,
+    intervals_of,
     moved_bytes_of,
     peak_of,
     seconds_of,
@@ -79,6 +82,14 @@ def test_the_peak_may_lie_outside_the_units(around, expected):
     assert (peak.total, peak.place) == expected
     assert peak.unit is None
     assert peak.fixed + peak.kept + peak.gradients + peak.working == peak.total
+
+
+def test_inputs_that_callers_hold_are_there_until_the_last_unit_has_run():
+    moved = replace(RECOMPUTE, late_bytes=8)
+    one = replace(problem(), units=((moved,), (KEEP,), (KEEP,)))
+    highest = [i.total - 1000 for i in intervals_of(one, [0, 0, 0])]
+    # forward of units 1 and 2 eight bytes higher, their backward not
+    assert highest == [0, 40, 128, 228, 210, 215, 122, 149, 21, 21]
 
 
 def test_seconds_and_moved_bytes_add_up():
