@@ -65,7 +65,7 @@ class Trial:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the session: the retry at the op is off where others are looked at."""
-        op_retry: Any = "auto" if self.place in ("op", "optimizer") else "never"
+        op_retry: Any = "always" if self.place in ("op", "optimizer") else "never"
         return Recipe(policy=PolicyConfig(op_retry=op_retry, trust=("*",)))
 
     def fails(self, rank: int, step: int) -> bool:

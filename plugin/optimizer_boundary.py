@@ -54,7 +54,7 @@ class OptimizerBoundary:
 
     Args:
         optimizer: The optimizer, whose class stays as it is.
-        guard: Makes the context in which parameters and state are updated.
+        guard: Makes the context in which the optimizer updates parameters and state.
         on_step: Called after the step.
         on_torn: Makes the error that is raised when the step ran out of memory half way; called
             with the optimizer, what it has changed and the failure. None: the failure passes.
@@ -64,7 +64,7 @@ class OptimizerBoundary:
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        guard: Callable[[], OptimizerGuard],
+        guard: Callable[[torch.optim.Optimizer], OptimizerGuard],
         on_step: Callable[[], None],
         on_torn: TornStep | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class OptimizerBoundary:
         ) -> object:
             if not self._active:
                 return self._call(closure, kwargs)
-            guard, before = self._guard(), OptimizerState(self._optimizer)
+            guard, before = self._guard(self._optimizer), OptimizerState(self._optimizer)
             try:
                 with guard:
                     result = self._call(closure and _outside(guard, closure), kwargs)

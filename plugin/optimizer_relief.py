@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from rematic.activations import Ledger
-from rematic.memory import LastTries
+import torch
+
+from rematic import control
+from rematic.activations import Ledger, OpRetry
+from rematic.memory import LastTries, MemorySnapshot
+from rematic.session_settings import SessionSettings
+from rematic.training_tensors import tensor_bytes
 
 _LAST_TRIES = 2
 """Ops of one optimizer step that are tried again although no record gave way."""
@@ -22,3 +27,31 @@ class OptimizerRelief:
     def __call__(self, num_bytes: int, where: str) -> int:
         """Returns the bytes freed, 1 for a try without any; 0 lets the failure stand."""
         return self._ledger.evict(num_bytes).bytes_freed or int(self._last_tries.take())
+
+
+def retry_of_update(
+    optimizer: torch.optim.Optimizer,
+    ledger: Ledger,
+    settings: SessionSettings,
+    before: MemorySnapshot | None,
+) -> OpRetry | None:
+    """Returns the retry that covers a step of an optimizer, None where it needs none.
+
+    Args:
+        optimizer: The optimizer.
+        ledger: The records that may give way.
+        settings: What the session keeps to.
+        before: Memory when the last micro-batch ended; None if none has, or if one is open.
+    """
+    covered = settings.op_retry == "always"
+    if settings.op_retry == "auto" and settings.budget_bytes is not None:
+        covered = before is None or not control.fits_update(
+            in_use_bytes=before.allocated_bytes,
+            parameter_bytes=sum(
+                tensor_bytes(p) for group in optimizer.param_groups for p in group["params"]
+            ),
+            budget_bytes=settings.budget_bytes,
+            capacity_bytes=before.capacity_bytes,
+            reserve=settings.reserve,
+        )
+    return OpRetry(OptimizerRelief(ledger)) if covered else None

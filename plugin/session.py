@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from rematic import control
-from rematic.activations import Engine, Notice, OpRetry
+from rematic.activations import Engine, Notice
 from rematic.batch_shape import BatchShape
 from rematic.control import Change, Costs, History, StepDecision, StepRequest, StopReport
 from rematic.memory import MemorySnapshot, Probe, is_out_of_memory
 from rematic.model_planner import ModelPlanner
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
-from rematic.optimizer_relief import OptimizerRelief
+from rematic.optimizer_relief import retry_of_update
 from rematic.policy import (
     Plan,
     Policy,
@@ -395,13 +395,12 @@ class Session:
         step.close()
         return step
 
-    def _optimizer_guard(self) -> OptimizerGuard:
+    def _optimizer_guard(self, optimizer: torch.optim.Optimizer) -> OptimizerGuard:
         self._num_updates += 1
-        mode = self.settings.op_retry
-        covered = mode == "always" or (mode == "auto" and self.budget_bytes is not None)
-        retry = OpRetry(OptimizerRelief(self._engine.ledger))
-        meter = None if self._step is None else self._step.meter
-        return OptimizerGuard(retry if covered else None, meter)
+        step, last = self._step, self.last_step
+        before = last.after if last is not None and step is None else None
+        retry = retry_of_update(optimizer, self._engine.ledger, self.settings, before)
+        return OptimizerGuard(retry, None if step is None else step.meter)
 
     def _pass_boundary(self) -> None:
         self._policies.pass_boundary(step=self.num_steps)

@@ -23,7 +23,7 @@ class Log:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def guard(self) -> Log:
+    def guard(self, _: torch.optim.Optimizer) -> Log:
         return self
 
     def __enter__(self) -> None:

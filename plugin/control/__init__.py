@@ -66,3 +66,4 @@ from rematic.control.stop_report import StopReport as StopReport
 from rematic.control.stop_report import advise as advise
 from rematic.control.stop_report import format_stop as format_stop
 from rematic.control.stop_report import largest_length as largest_length
+from rematic.control.update_room import fits_update as fits_update
