@@ -58,6 +58,27 @@ def plain_loop(model: nn.Module, batch: Batch, attached: bool) -> Loop:
     return Loop(step=step, close=_nothing if session is None else session.detach)
 
 
+def run_loop(model: nn.Module, batch: Batch, attached: bool) -> Loop:
+    """A loop of PyTorch alone, whose micro-batches `session.run` can repeat."""
+    optimizer = _adam(model)
+    session = rematic.attach(model, optimizer, budget=UNLIMITED) if attached else None
+
+    def forward_backward(batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).loss
+        loss.backward()
+        return loss
+
+    def step() -> None:
+        if session is None:
+            forward_backward(batch)
+        else:
+            session.run(forward_backward, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(step=step, close=_nothing if session is None else session.detach)
+
+
 def accelerate_loop(model: nn.Module, batch: Batch, attached: bool) -> Loop:
     """A loop of Accelerate, under `@plugin.step`, which can repeat it."""
     from accelerate import Accelerator
@@ -110,6 +131,7 @@ def lightning_loop(kind: str) -> MakeLoop:
 
 HOSTS: Mapping[str, MakeLoop] = {
     "plain": plain_loop,
+    "run": run_loop,
     "accelerate": accelerate_loop,
     "trainer": trainer_loop,
     "lightning": lightning_loop("one"),

@@ -18,17 +18,12 @@ from rematic.model_planner import ModelPlanner
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
 from rematic.optimizer_relief import retry_of_update
-from rematic.policy import (
-    Plan,
-    Policy,
-    Recompute,
-    policy_named,
-)
+from rematic.policy import Plan, Policy, Recompute, policy_named
 from rematic.policy_changes import PolicyChanges
 from rematic.session_events import attach_event, notice_event, stop_event
 from rematic.session_report import format_session_report
 from rematic.session_settings import SessionSettings
-from rematic.session_state import SavedSession, damaged, read_saved_session
+from rematic.session_state import SavedSession, read_saved_session
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction
 from rematic.step_record import StepRecord
@@ -168,9 +163,9 @@ class Session:
     def run(self, fn: Callable[[B], T], batch: B, *, reduction: Reduction | None = None) -> T:
         """Runs `fn(batch)`, which does forward and backward and returns the loss, as one step.
 
-        An allocation that fails is answered at the op, on every step and not on risky ones alone
-        (unless the recipe's `op_retry` is `never`), then at the unit. If that does not help,
-        everything is put back and `fn(batch)` runs again under a heavier plan, `control.attempts`
+        An allocation that fails is answered at the op where there is no room to spare (unless the
+        recipe's `op_retry` is `never`), then at the unit. If that does not help, everything is put
+        back and `fn(batch)` runs again under a heavier plan, `control.attempts`
         times at most. It must end before gradients are clipped and the optimizer steps.
 
         Args:
@@ -180,8 +175,7 @@ class Session:
                 function that counts the terms of the mean); `control.allow_split` needs it.
 
         Raises:
-            StepOutOfMemoryError: If nothing that is allowed helps; model and gradients are as
-                before.
+            StepOutOfMemoryError: If nothing allowed helps; model and gradients are as before.
         """
         return SessionStep(self).run(fn, batch, reduction)
 
@@ -213,12 +207,12 @@ class Session:
             counts_gradients=counts_gradients,
         )
 
-    def begin_step(self, batch: object = None, *, armed: bool = False) -> None:
+    def begin_step(self, batch: object = None, *, armed_unless_roomy: bool = False) -> None:
         """Plans for a micro-batch and starts to watch it; hosts pair it with `end_step`.
 
         Args:
             batch: The micro-batch, read for its shape only.
-            armed: Put the retry at the op in force also where the step looks safe.
+            armed_unless_roomy: Whether to retry failed ops unless there is room to spare.
         """
         if self._step is not None:
             self.abort_step(None)
@@ -231,7 +225,9 @@ class Session:
         if self._model_planner is not None:
             decision = self._model_planner.refine(decision, self._asked, shape, batch)
         # the last: a batch that could not be read
-        armed = armed or decision.armed or self.supervisor.armed or shape.tokens <= 1
+        armed = decision.armed or self.supervisor.armed or shape.tokens <= 1
+        if armed_unless_roomy:
+            armed = armed or decision.limit_bytes is None or not decision.roomy
         self._open_step(shape, decision, before, armed=armed)
 
     def _open_step(
@@ -343,7 +339,7 @@ class Session:
             num_steps=self.num_steps,
             history=self._policies.history,
             costs=self._costs,
-            controller=self.supervisor.state_dict(),
+            controller=self.supervisor.state,
             kinds={} if self._model_planner is None else self._model_planner.kinds,
         )
         return saved.to_plain()
@@ -357,10 +353,7 @@ class Session:
         """
         saved = read_saved_session(state, units=list(self._engine.classes))
         if saved.controller is not None:
-            try:
-                self.supervisor.load_state_dict(saved.controller)
-            except (KeyError, TypeError) as error:
-                raise damaged(error) from error
+            self.supervisor.take_up(saved.controller)
         if self._model_planner is not None:
             self._model_planner.take_up(saved.kinds)
         self._costs, self.num_steps = saved.costs, saved.num_steps

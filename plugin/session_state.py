@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rematic import control
-from rematic.control import Costs, History
+from rematic.control import ControllerState, Costs, History
 from rematic.cost.live_profile import StepKind
 from rematic.kind_plans import KindPlans
 from rematic.kind_plans_plain import kinds_from_plain, kinds_to_plain
@@ -36,8 +36,8 @@ class SavedSession:
     costs: Costs
     """What was learned of steps."""
 
-    controller: Mapping[str, Any] | None
-    """State of the controller in plain types; None in older states."""
+    controller: ControllerState | None
+    """What the controller remembers; None in older states."""
 
     kinds: Mapping[StepKind, KindPlans] = field(default_factory=dict)
     """What the planner learned of kinds of steps; nothing in older states."""
@@ -50,7 +50,7 @@ class SavedSession:
             "num_steps": self.num_steps,
             "history": control.history_to_plain(self.history),
             "costs": control.costs_to_plain(self.costs),
-            "control": self.controller,
+            "control": self.controller and control.controller_to_plain(self.controller),
             "planner": kinds_to_plain(self.kinds),
         }
 
@@ -79,24 +79,20 @@ def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> Sav
             "the model that was saved, or start without its state."
         )
     try:
+        controller = state.get("control")
         return SavedSession(
             units=tuple(saved),
             num_steps=int(state["num_steps"]),
             history=control.history_from_plain(state["history"]),
             costs=control.costs_from_plain(state["costs"]),
-            controller=state.get("control"),
+            controller=controller and control.controller_from_plain(controller),
             kinds=kinds_from_plain(state.get("planner", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise damaged(error) from error
-
-
-def damaged(error: Exception) -> ValueError:
-    """Returns the error for a state that cannot be read."""
-    return ValueError(
-        f"the saved state is damaged ({type(error).__name__}: {error}): expected what "
-        "`state_dict` returned. Resume from another checkpoint, or start without its state."
-    )
+        raise ValueError(
+            f"the saved state is damaged ({type(error).__name__}: {error}): expected what "
+            "`state_dict` returned. Resume from another checkpoint, or start without its state."
+        ) from error
 
 
 def _span(names: Sequence[str]) -> str:

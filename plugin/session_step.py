@@ -43,7 +43,7 @@ class SessionStep:
         """Runs `fn(batch)` as one step, again if memory runs out."""
         session = self._session
         self._max_parts = self.parts_allowed(batch, reduction)
-        session.begin_step(batch, armed=True)
+        session.begin_step(batch, armed_unless_roomy=True)
         recovery = session.recovery(batch, max_parts=self._max_parts)
 
         def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - what the user's step returns

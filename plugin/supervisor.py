@@ -142,13 +142,9 @@ class Supervisor:
             self.state = after
             self._begin()  # an audit goes on from the new state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the controller's state in plain types."""
-        return control.controller_to_plain(self.state)
-
-    def load_state_dict(self, plain: Mapping[str, Any]) -> None:
-        """Takes up the state that `state_dict` returned."""
-        self.state = control.controller_from_plain(plain)
+    def take_up(self, state: ControllerState) -> None:
+        """Goes on from the state of an earlier session."""
+        self.state = state
         self._rules = None
 
     def _begin(self) -> None:
@@ -163,7 +159,7 @@ class Supervisor:
                 "event": "control",
                 "escalation": self._supervision.escalation,
                 "rules": control.rules_to_plain(rules),
-                "state": self.state_dict(),
+                "state": control.controller_to_plain(self.state),
                 **self._basis(),
             }
         )

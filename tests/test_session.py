@@ -61,6 +61,26 @@ def test_a_step_whose_batch_is_not_known_is_armed(given: bool, armed: bool) -> N
     session.detach()
 
 
+@pytest.mark.parametrize(
+    ("budget", "armed"),
+    [("1GiB", [True, False]), ("8KiB", [True, True]), (None, [True, True])],
+)
+def test_a_step_that_can_be_repeated_is_armed_unless_there_is_room(
+    budget: str | None, armed: list[bool]
+) -> None:
+    """The first of two equal steps shows what they take; without a budget nothing is room."""
+    model, x = make_model(), make_input(10)
+    seen = []
+    with SimulatedProbe() as probe:
+        session = rematic.attach(model, policy="keep", budget=budget, probe=probe)
+        for _ in range(2):
+            session.run(lambda batch: model(batch).backward(), x)
+            assert session.last_step is not None
+            seen.append(session.last_step.armed)
+    assert seen == armed
+    session.detach()
+
+
 def test_ending_a_step_that_was_not_begun_is_refused() -> None:
     session = rematic.attach(make_model(), policy="keep")
     with pytest.raises(RuntimeError, match="no step is open: expected `begin_step` before"):
