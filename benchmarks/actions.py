@@ -6,8 +6,14 @@
 One small Llama per way, all equal, run the same batch in turn in one process. An action is
 compared with what a user of torch would write instead: `torch.utils.checkpoint` on every block, the
 same with selective contexts, hooks that write what autograd saves to files, or both, and for `tile`
-slices of the MLP with a checkpoint each. Bytes kept are those alive at the end of forward beyond
-those before it, counted exactly by a simulated probe in a step that is not timed.
+slices of the MLP with a checkpoint each. The two run one right after the other, now this one first
+and now that one, and the pairs in another order in each round, so that a slow moment of the machine
+and what the way before left behind (caches, pages to be written) fall on all alike. Bytes kept are
+those alive at the end of forward beyond those before it, counted exactly by a simulated probe in a
+step that is not timed.
+
+`seconds` are those of the clock, `processor` those that the processor worked for the process: where
+other programs run, the second tell small differences better, but they leave out waiting for a disk.
 
 On a CPU `offload` moves to a scratch file, where `save_on_cpu` would move nothing: a tensor that is
 on the CPU is its own copy. So its counterpart writes files, too, one per tensor and none for
@@ -20,6 +26,7 @@ import argparse
 import contextlib
 import functools
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -28,7 +35,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,6 +93,16 @@ class Way:
     """Runs forward and returns the loss."""
 
 
+class Times(NamedTuple):
+    """What one step took."""
+
+    seconds: float
+    """By the clock."""
+
+    processor: float
+    """Seconds that the processor worked for the process."""
+
+
 def main() -> None:
     """Measures every way at every length and prints a table."""
     arguments = _arguments()
@@ -95,6 +112,9 @@ def main() -> None:
     compared = [row["seconds_vs_torch"] for row in rows if row["seconds_vs_torch"] is not None]
     result = {
         "seconds_vs_torch_max": max(compared),
+        "processor_vs_torch_max": max(
+            row["processor_vs_torch"] for row in rows if row["processor_vs_torch"] is not None
+        ),
         "bar": BAR,
         "rows": rows,
         "caching_malloc": caching,
@@ -112,43 +132,63 @@ def measure(length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for way in ways.values():  # the first steps learn, and warm the allocator up
             way.step(ids), way.step(ids)
         kept = {name: _kept_bytes(way, ids) for name, way in ways.items()}
-        seconds = {name: [] for name in ways}
+        times: dict[str, list[Times]] = {name: [] for name in ways}
         for i in range(arguments.rounds):
-            order = list(ways)[i % len(ways) :] + list(ways)[: i % len(ways)]
-            for name in order:
-                seconds[name].append(_seconds(ways[name].step, ids))
+            for name in _order(i, arguments.actions):
+                times[name].append(_timed(ways[name].step, ids))
     return [
-        _row(action, peer, length, seconds, kept)
-        for action, peer in PEERS.items()
-        if action in ways
+        _row(action, peer, length, times, kept) for action, peer in PEERS.items() if action in ways
     ]
+
+
+def _order(round_number: int, actions: list[str]) -> list[str]:
+    """Returns each way once: an action beside its peer, and all pairs shuffled."""
+    pairs = [[name for name in (PEERS[action], action) if name is not None] for action in actions]
+    if "keep" not in actions:
+        pairs.append(["plain"])
+    random.Random(round_number).shuffle(pairs)
+    return [name for pair in pairs for name in (pair[::-1] if round_number % 2 else pair)]
 
 
 def _row(
     action: str,
     peer: str | None,
     length: int,
-    seconds: dict[str, list[float]],
+    times: dict[str, list[Times]],
     kept: dict[str, int],
 ) -> dict[str, Any]:
-    against = None if peer is None else _ratios(seconds[action], seconds[peer])
-    plain = _ratios(seconds[action], seconds["plain"])
-    return {
+    row = {
         "length": length,
         "action": action,
         "peer": peer,
-        "seconds_median": statistics.median(seconds[action]),
-        "seconds_vs_plain": statistics.median(plain),
-        "seconds_vs_torch": None if against is None else statistics.median(against),
-        "seconds_vs_torch_min": None if against is None else min(against),
-        "seconds_vs_torch_max": None if against is None else max(against),
-        "peer_vs_plain": (
-            None if peer is None else statistics.median(_ratios(seconds[peer], seconds["plain"]))
-        ),
+        "seconds_median": statistics.median(t.seconds for t in times[action]),
         "kept_bytes": kept[action],
         "kept_vs_plain": kept[action] / kept["plain"],
         "kept_vs_torch": None if peer is None else kept[action] / kept[peer],
     }
+    for unit in Times._fields:
+        mine, plain = _column(times[action], unit), _column(times["plain"], unit)
+        row[f"{unit}_vs_plain"] = statistics.median(_ratios(mine, plain))
+        if peer is None:
+            row |= dict.fromkeys((f"{unit}_vs_torch", f"{unit}_vs_torch_spread"))
+            continue
+        theirs = _column(times[peer], unit)
+        against = _ratios(mine, theirs)
+        row[f"{unit}_vs_torch"] = statistics.median(against)
+        row[f"{unit}_vs_torch_spread"] = (min(against), *_quartiles(against), max(against))
+        row[f"peer_{unit}_vs_plain"] = statistics.median(_ratios(theirs, plain))
+    return row
+
+
+def _column(times: list[Times], unit: str) -> list[float]:
+    return [getattr(t, unit) for t in times]
+
+
+def _quartiles(ratios: list[float]) -> tuple[float, float]:
+    if len(ratios) == 1:
+        return ratios[0], ratios[0]
+    first, _, third = statistics.quantiles(ratios, n=4, method="inclusive")
+    return first, third
 
 
 def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
@@ -269,30 +309,32 @@ def _kept_bytes(way: Way, ids: torch.Tensor) -> int:
     return kept
 
 
-def _seconds(step: Step, ids: torch.Tensor) -> float:
-    start = time.perf_counter()
+def _timed(step: Step, ids: torch.Tensor) -> Times:
+    start, worked = time.perf_counter(), time.process_time()
     step(ids)
-    return time.perf_counter() - start
+    return Times(time.perf_counter() - start, time.process_time() - worked)
 
 
 def _as_text(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "length  action             time/plain  time/torch (spread)     "
-        "kept/plain  kept/torch  torch's own"
+        "length  action             time/plain  time/torch (quartiles)  processor/torch (quartiles)"
+        "  kept/plain  kept/torch  torch's own"
     ]
     for row in rows:
-        against = (
-            "-".ljust(24)
-            if row["peer"] is None
-            else f"{row['seconds_vs_torch']:.3f} ({row['seconds_vs_torch_min']:.3f} to "
-            f"{row['seconds_vs_torch_max']:.3f})".ljust(24)
-        )
         kept = "-" if row["peer"] is None else f"{row['kept_vs_torch']:.3f}"
         lines.append(
-            f"{row['length']:6}  {row['action']:17}  {row['seconds_vs_plain']:10.3f}  {against}"
+            f"{row['length']:6}  {row['action']:17}  {row['seconds_vs_plain']:10.3f}  "
+            f"{_against(row, 'seconds'):22}  {_against(row, 'processor'):27}  "
             f"{row['kept_vs_plain']:10.3f}  {kept:>10}  {row['peer'] or 'none'}"
         )
     return "\n".join(lines)
+
+
+def _against(row: dict[str, Any], unit: str) -> str:
+    if row["peer"] is None:
+        return "-"
+    _, first, third, _ = row[f"{unit}_vs_torch_spread"]
+    return f"{row[f'{unit}_vs_torch']:.3f} ({first:.3f} to {third:.3f})"
 
 
 def _arguments() -> argparse.Namespace:
