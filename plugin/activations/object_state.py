@@ -57,25 +57,29 @@ class ObjectContents:
         self.has_graph = False
         """Whether a tensor in it needs a gradient, and may keep a graph alive."""
         self._atoms: Attributes = {}
-        self._nested: list[str] = []
-        self._tensors: list[tuple[str, torch.Tensor, int]] = []
+        self._nested: Attributes = {}
+        """Containers and objects, copied with the very tensors that they held."""
+        self._tensors: list[tuple[str, torch.Tensor, int, bool]] = []
+        """Tensors at any depth: the attribute, the tensor, its version, whether it was copied."""
         self.attributes: Attributes = {}
+        name = ""
 
         def clone(tensor: torch.Tensor) -> torch.Tensor:
             # one that needs a gradient is computed anew and not counted up in place
             self.has_graph |= tensor.grad_fn is not None
+            if tensor.requires_grad:
+                return tensor
             large = tensor.numel() * tensor.element_size() > CLONED_BUFFER_BYTES
-            keeps = tensor.requires_grad or (large and not clones_all)
-            return tensor if keeps else tensor.clone()
+            is_copied = clones_all or not large
+            self._tensors.append((name, tensor, version_of(tensor), is_copied))
+            return tensor.clone() if is_copied else tensor
 
         for name, item in vars(value).items():
             self.attributes[name] = copy = _copied(item, clone)
             if copy is not item and not isinstance(item, torch.Tensor):
-                self._nested.append(name)
+                self._nested[name] = _copied(item, lambda tensor: tensor)
             else:
                 self._atoms[name] = item
-            if isinstance(item, torch.Tensor) and not item.requires_grad:
-                self._tensors.append((name, item, version_of(item)))
 
     def stand(self, value: Value) -> bool:
         """Returns whether an object is the one that was read, with nothing in it changed."""
@@ -85,20 +89,19 @@ class ObjectContents:
         return (
             present.keys() == self.attributes.keys()
             and all(map(is_, map(present.__getitem__, atoms), atoms.values()))
-            and (not self._tensors or all(version_of(t) == v for _, t, v in self._tensors))
+            and (not self._tensors or all(version_of(t) == v for _, t, v, _ in self._tensors))
             and (not self._nested or self._nested_stand(present))
         )
 
     def _nested_stand(self, present: Attributes) -> bool:
-        known = self.attributes
-        return all(_is_same(known[name], present[name]) for name in self._nested)
+        return all(_is_same(held, present[name]) for name, held in self._nested.items())
 
     def changed_tensor(self) -> str | None:
         """Returns the name of a tensor that was changed in place, if there is no copy of it."""
         if not self._tensors:
             return None
-        for name, tensor, version in self._tensors:
-            if self.attributes[name] is tensor and version_of(tensor) != version:
+        for name, tensor, version, is_copied in self._tensors:
+            if not is_copied and version_of(tensor) != version:
                 return name
         return None
 
@@ -106,6 +109,7 @@ class ObjectContents:
         """Lets go of everything that could keep a graph alive."""
         self.attributes = {k: _copied(v, without_graph) for k, v in self.attributes.items()}
         self._atoms.clear()
+        self._nested.clear()
         self._tensors.clear()
 
 

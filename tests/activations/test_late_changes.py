@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from rematic.activations import Engine
+from rematic.activations import Engine, ReplayError
 from rematic.activations.kept_values import CLONED_BUFFER_BYTES
+from rematic.activations.object_state import ObjectWatch
 from rematic.policy import Keep, Plan, Recompute
 from tests.activations.parity import Outcome, differences, read_outcome
 
@@ -22,6 +23,8 @@ FIRST_CHANGE = 3
 
 class Inner:
     scale = 1.0
+    tensor: torch.Tensor
+    large: torch.Tensor
 
 
 class State:
@@ -32,6 +35,8 @@ class State:
         self.tensor = torch.ones(())
         self.large = torch.ones(CLONED_BUFFER_BYTES)
         self.inner, self.space = Inner(), SimpleNamespace(scale=1.0)
+        self.inner.tensor, self.inner.large = torch.ones(()), torch.ones(CLONED_BUFFER_BYTES)
+        self.tensors = [torch.ones(()), torch.ones(CLONED_BUFFER_BYTES)]
         self.last: torch.Tensor | None = None
         self.maybe: float | None = None
 
@@ -51,6 +56,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a list in a dictionary": lambda b: b.state.by_name["deep"].append(0.5),
     "a tensor in place": lambda b: b.state.tensor.add_(0.5),
     "another tensor": lambda b: setattr(b.state, "tensor", b.state.tensor + 0.5),
+    "a tensor of an object inside": lambda b: b.state.inner.tensor.add_(0.5),
+    "a tensor in a list": lambda b: b.state.tensors[0].add_(0.5),
     "an object inside": lambda b: setattr(b.state.inner, "scale", b.state.inner.scale + 0.5),
     "a namespace inside": lambda b: setattr(b.state.space, "scale", b.state.space.scale + 0.5),
     "another object": _new_object,
@@ -86,7 +93,8 @@ class Late(nn.Module):
                 state.tensor.item(),
                 state.large[0].item(),
             ),
-            *(state.inner.scale, state.space.scale),
+            *(state.inner.scale, state.space.scale, state.inner.tensor.item()),
+            *(state.inner.large[0].item(), state.tensors[0].item(), state.tensors[1][0].item()),
             *(1 + (state.maybe or 0.0), 1 + getattr(state, "extra", 0.0)),
         ]
         for factor in factors:
@@ -162,13 +170,22 @@ def test_what_a_later_call_is_the_first_to_change(
 def _values(block: Any) -> Any:
     state = vars(block.state)
     plain = {k: str(v) for k, v in state.items() if not isinstance(v, (torch.Tensor, Inner))}
-    plain["inner"] = str(vars(block.state.inner))
+    plain["inner"] = block.state.inner.scale, block.state.inner.tensor.item()
     tensors = {k: v.sum().item() for k, v in state.items() if isinstance(v, torch.Tensor)}
     return plain, tensors, block.own, block.own_list, block.calls
 
 
-def test_a_large_tensor_that_a_later_call_changes_is_refused_once_and_copied_then() -> None:
-    change = lambda block: block.state.large.mul_(1.5)  # noqa: E731
+LARGE: dict[str, Callable[[Any], object]] = {
+    "of an object": lambda block: block.state.large.mul_(1.5),
+    "of an object inside": lambda block: block.state.inner.large.mul_(1.5),
+    "in a list": lambda block: block.state.tensors[1].mul_(1.5),
+}
+
+
+@pytest.mark.parametrize("change", LARGE.values(), ids=LARGE.keys())
+def test_a_large_tensor_that_a_later_call_changes_is_refused_once_and_copied_then(
+    change: Callable[[Any], object],
+) -> None:
     wanted = steps(build(change))
     model = build(change)
     engine = Engine(model)
@@ -176,6 +193,27 @@ def test_a_large_tensor_that_a_later_call_changes_is_refused_once_and_copied_the
     found = steps(model, lambda: engine.ledger.evict(1 << 40))
     assert [differences(*pair) for pair in zip(found, wanted, strict=True)] == [[]] * 3
     assert engine.ledger.counts.replays.total() > 4, "what saw the change is kept, others are not"
+
+
+@pytest.mark.parametrize("change", LARGE.values(), ids=LARGE.keys())
+def test_where_it_was_to_be_recomputed_it_is_refused_by_name(
+    change: Callable[[Any], object],
+) -> None:
+    model = build(change)
+    engine = Engine(model)
+    engine.apply(Plan(actions=(Recompute(), Recompute())))
+    with pytest.raises(ReplayError, match=r"its tensor 'state\.\w+' was changed in place"):
+        steps(model)
+
+
+def test_an_object_that_stands_is_not_read_again_for_the_objects_inside_of_it() -> None:
+    watch, block = ObjectWatch(), build(lambda _: None)[0][0]
+    places = [(vars(block), "state", "state")]
+    watch.read(places, is_first=True)
+    before = watch.read(places, is_first=False)[0]._contents
+    assert watch.read(places, is_first=False)[0]._contents is before
+    block.state.inner.tensor.add_(1)
+    assert watch.read(places, is_first=False)[0]._contents is not before
 
 
 _elsewhere = {"scale": 1.0}
