@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import rematic
 from rematic.activations import Engine
 from rematic.memory import SimulatedProbe
-from rematic.policy import Keep, Plan
+from rematic.policy import ACTIONS, Keep, Plan, Policy, Rule, action_named
+from rematic.stash import CompressStash
 from tests.activations.blocks import make_input, make_model
 from tests.cases.policies import attach
 
@@ -151,36 +152,82 @@ def test_case_f18_hooks_of_others_are_reported_and_not_overridden(
     session.detach()
 
 
-def _rounds(model: nn.Module, session: rematic.Session, step: int) -> None:
+class Pair(nn.Module):
+    """Two token-wise units whose activations are large enough to be moved (64 KiB and more)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _rounds(model: nn.Module, session: rematic.Session, step: int, policies: list[Policy]) -> None:
     kind = step % 5
     if kind == 0:
-        session.switch(("keep", "recompute", "selective", "offload")[step // 5 % 4])
-    with contextlib.suppress(KeyError, torch.OutOfMemoryError), session.step(make_input(64)):
+        session.switch(policies[step // 5 % len(policies)])
+    x = torch.randn(1, 1024, 16, requires_grad=True)
+    with contextlib.suppress(KeyError, torch.OutOfMemoryError), session.step(x):
         if kind == 1:
-            model(make_input(64))  # forward only
+            model(x)  # forward only
         elif kind == 2:
-            model(make_input(64))
+            model(x)
             raise KeyError
         elif kind == 3:
             with SimulatedProbe(1):
-                model(make_input(64))
+                model(x)
         else:
-            loss = model(make_input(64))
+            loss = model(x).square().sum()
             session.evict(1 << 20)
             loss.backward()
+            assert x.grad is not None
     model.zero_grad()
 
 
-def test_case_f19_two_hundred_steps_are_flat_without_the_collector() -> None:
-    """Finished, forward-only, aborted and failed steps, forty switches between four policies."""
-    model, probe = make_model(), SimulatedProbe()
-    session: Any = rematic.attach(model, policy="keep", probe=probe)
-    held = []
+def _policy(action: str) -> Policy:
+    options = {"num_tiles": 3} if action == "tile" else {}
+    rule = Rule(pattern="*", action=action_named(action, **options))
+    return Policy(name=action, rules=(rule,))
+
+
+# (the others are in every turn)
+@pytest.mark.parametrize("action", [name for name in ACTIONS if name not in ("keep", "recompute")])
+def test_case_f19_two_hundred_steps_are_flat_without_the_collector(
+    action: str, tmp_path: Path
+) -> None:
+    """Finished, forward-only, aborted and failed steps, and forty switches with each action."""
+    if action == "compress":
+        pytest.importorskip("bitsandbytes")
+        CompressStash().put([torch.ones(2**14)])  # makes its code, once for all
+    torch.manual_seed(0)
+    model, probe = Pair(), SimulatedProbe()
+    recipe = {"memory": {"scratch_dir": str(tmp_path)}, "policy": {"allow_lossy": True}}
+    session: Any = rematic.attach(model, recipe=recipe, policy="keep", probe=probe)
+    places = session._engine._places
+    policies = [_policy(name) for name in (action, "keep", action, "recompute")]
+    held, used, moved, objects = [], [], [], []
+
+    def bytes_moved() -> int:
+        stashes = [s for s in (places._offload, places._compress) if s is not None]
+        return sum(stash.used_bytes for stash in stashes)
+
+    model.register_forward_hook(lambda *_: moved.append(bytes_moved()))
     with _without_collector(), probe:
         for step in range(200):
-            _rounds(model, session, step)
+            _rounds(model, session, step, policies)
             held.append(probe.allocated_bytes())
-        objects = len(session._engine.ledger.records())
+            used.append(bytes_moved())
+            if step in (79, 199):  # the same place in the turn of policies
+                objects.append(len(gc.get_objects()))
+        alive = session._engine.ledger.records()
     session.detach()
+    assert (max(moved) > 0) == (action in ("offload", "recompute+offload", "compress"))
     assert held == [0] * 200
-    assert objects == 0
+    assert used == [0] * 200
+    assert alive == []
+    assert objects[1] - objects[0] < 50
