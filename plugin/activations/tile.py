@@ -116,9 +116,16 @@ def sequence_length(args: tuple[Nested, ...], kwargs: Mapping[str, Nested], *, d
     """Returns the length that every tensor of a call has along `dim`.
 
     Raises:
-        ValueError: If there is no tensor, or they differ.
+        ValueError: If there is no tensor, they differ, or one is not dense (sparse, jagged).
     """
-    shapes = [tuple(tensor.shape) for tensor in iter_leaves((args, dict(kwargs))) if tensor.ndim]
+    tensors = list(iter_leaves((args, dict(kwargs))))
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"a tensor argument has the layout {tensor.layout}: expected torch.strided. Only "
+                "dense tensors can be sliced."
+            )
+    shapes = [tuple(tensor.shape) for tensor in tensors if tensor.ndim]
     if not shapes:
         raise ValueError("the call has no tensor to slice: expected at least one with dimensions")
     for shape in shapes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -229,4 +230,200 @@ def test_a_mixture_of_experts_in_slices_keeps_its_decisions() -> None:
         model.zero_grad()
         close(run(model), wanted)
     assert [unit.num_forwards for unit in session._engine.units] == [6, 6]
+    session.detach()
+
+
+class Scan(nn.Module):
+    """Looks at earlier positions, of those that a mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        kept = mask[..., None].to(x.dtype)
+        return self.proj((x * kept).cumsum(1)) * kept
+
+
+def _one_unit(unit: nn.Module) -> tuple[nn.Sequential, rematic.Session]:
+    model = nn.Sequential(unit)
+    policy = Policy(name="mine", default=Tile(num_tiles=4))
+    return model, rematic.attach(model, recipe={"policy": {"units": ["0"]}}, policy=policy)
+
+
+def _in_turn(*calls: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Outcome]:
+    """Returns what runs the calls one after the other, each a step."""
+
+    def run(model: nn.Module) -> Outcome:
+        torch.manual_seed(9)
+        losses = []
+        for call in calls:
+            output = call(model)
+            loss = output.square().sum()
+            loss.backward()
+            losses.append(loss)
+        return read_outcome(model, losses)
+
+    return run
+
+
+def _masked(*, kept: slice) -> Callable[[nn.Module], torch.Tensor]:
+    mask = torch.zeros(2, LENGTH)
+    mask[:, kept] = 1
+    return lambda model: model[0](x(), mask)
+
+
+class Switched(MLP):
+    """Its dropout is turned on in the middle of training."""
+
+    def drop_from_now_on(self, batch: torch.Tensor) -> torch.Tensor:
+        self.drop.p = 0.5
+        return self(batch)
+
+
+def _dense(model: nn.Module) -> torch.Tensor:
+    return model[0](x())
+
+
+NOT_FOR_EVER: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Outcome], str]] = {
+    "padding alone at first": (
+        Scan,
+        _in_turn(_masked(kept=slice(0)), _masked(kept=slice(None)), _masked(kept=slice(9, 21))),
+        "slices give other values",
+    ),
+    "an empty batch at first": (
+        Mix,
+        _in_turn(lambda model: model[0](x()[:0]), _dense, _dense),
+        "slices give other values",
+    ),
+    "dropout that is turned on": (
+        Switched,
+        _in_turn(lambda model: model[0].drop_from_now_on(x()), _dense),
+        "it draws random numbers",
+    ),
+    "jagged": (
+        MLP,
+        _in_turn(
+            lambda model: model[0](
+                torch.nested.nested_tensor(list(x()[0].split([20, 4])), layout=torch.jagged)
+            ).values()
+        ),
+        "the layout torch.jagged",
+    ),
+}
+
+
+@pytest.mark.parametrize(("unit", "run", "reason"), NOT_FOR_EVER.values(), ids=NOT_FOR_EVER.keys())
+def test_a_first_batch_that_shows_nothing_does_not_decide(
+    unit: Callable[[], nn.Module],
+    run: Callable[[nn.Module], Outcome],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    wanted = run(nn.Sequential(unit()))
+    torch.manual_seed(0)
+    model, session = _one_unit(unit())
+    assert differences(run(model), wanted) == []
+    assert reason in caplog.text
+    session.detach()
+
+
+def test_dropout_that_is_turned_on_after_slices_have_run() -> None:
+    """The slices that drew are given up: the whole call draws what the plain one would have."""
+    run = _in_turn(_dense, lambda model: model[0].drop_from_now_on(x()), _dense)
+    torch.manual_seed(0)
+    wanted = run(nn.Sequential(Switched()))
+    torch.manual_seed(0)
+    model, session = _one_unit(Switched())
+    found = run(model)
+    close(found, wanted)
+    assert torch.equal(found.losses[1], wanted.losses[1]), "the same elements are dropped"
+    assert session._engine.units[0].num_forwards == 4 + (4 + 1) + 1
+    session.detach()
+
+
+def test_hooks_that_come_later_see_whole_calls() -> None:
+    torch.manual_seed(0)
+    model, session = _one_unit(MLP())
+    seen: list[torch.Size] = []
+
+    def look(module: nn.Module, given: Any, output: torch.Tensor) -> None:
+        if not rematic.replaying():
+            seen.append(output.shape)
+
+    _dense(model).sum().backward()
+    hook = model[0].up.register_forward_hook(look)
+    _dense(model).sum().backward()
+    hook.remove()
+    for_all = nn.modules.module.register_module_forward_hook(look)
+    _dense(model).sum().backward()
+    for_all.remove()
+    _dense(model).sum().backward()
+    assert seen == [(2, LENGTH, 8 * WIDTH)] * 2 + [(2, LENGTH, WIDTH)] * 3
+    assert session._engine.units[0].num_forwards == 4 + 1 + 1 + 4, "and slices run again"
+    session.detach()
+
+
+class SetsUp(MLP):
+    """Makes something for good in its first call, as layers of quantized weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_set_up = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.is_set_up = True
+        return super().forward(x)
+
+
+def test_what_sets_itself_up_runs_in_slices_from_its_second_call_on() -> None:
+    torch.manual_seed(0)
+    model, session = _one_unit(SetsUp())
+    for _ in range(3):
+        _dense(model).sum().backward()
+    assert session._engine.units[0].num_forwards == 1 + 4 + 4
+    session.detach()
+
+
+def test_strided_inputs_stay_strided_where_the_whole_call_had_them_so() -> None:
+    strides: list[tuple[int, ...]] = []
+
+    class Looks(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not rematic.replaying():
+                strides.append(x.is_contiguous())
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model, session = _one_unit(Looks())
+    model[0](x()).sum().backward()
+    model[0](x().transpose(0, 1).contiguous().transpose(0, 1)).sum().backward()
+    assert strides == [True] * 4 + [False] * 4
+    session.detach()
+
+
+def test_four_bit_layers_run_in_slices() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+
+    class Quantized(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
+            self.down = nn.Linear(64, 64)
+
+    def run(model: nn.Module) -> Outcome:
+        losses = []
+        for _ in range(3):
+            loss = model[0](torch.ones(2, 8, 64) * torch.arange(1, 9)[:, None]).square().sum()
+            loss.backward()
+            losses.append(loss)
+        return read_outcome(model, losses)
+
+    torch.manual_seed(0)
+    unit = Quantized().to("cpu")
+    wanted = run(nn.Sequential(copy.deepcopy(unit)))
+    model, session = _one_unit(unit)
+    close(run(model), wanted)
+    assert session._engine.units[0].num_forwards > 3
     session.detach()

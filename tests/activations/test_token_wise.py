@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,10 @@ ACCEPTED: dict[str, Callable[[], nn.Module]] = {
     "llama mlp": lambda: build_llama("sdpa").model.layers[0].mlp,
     "llama norm": lambda: norm(build_llama("sdpa")),
     "mixture of experts": mixtral_experts,
-    "identity": lambda: nn.Identity(),
-    "dropout in evaluation": lambda: nn.Dropout(0.5).eval(),
-    "dropout of nothing": lambda: nn.Dropout(0.0),
+    "dropout in evaluation": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout(0.5)).eval(),
+    "dropout of nothing": lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout(0.0)),
+    "pieces of one result": lambda: Pieces(),
+    "zeros that stay zero": lambda: nn.Linear(WIDTH, 3, bias=False).requires_grad_(False),
     "softmax over features": lambda: nn.Softmax(dim=-1),
     "spectral norm in evaluation": lambda: nn.utils.parametrizations.spectral_norm(
         nn.Linear(WIDTH, WIDTH)
@@ -159,7 +161,47 @@ def far_positions(t: torch.Tensor) -> torch.Tensor:
     return t + (0.0 if t.shape[1] > 2 else 1.0)
 
 
+class KeepsItsOutput(nn.Module):
+    """Leaves its output on itself, with its graph, for others to add to their loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.auxiliary = x.square().mean()
+        return x * 2
+
+
+class KeepsALength(nn.Module):
+    """Leaves a number on itself that it sets anew in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.length = x.shape[1]
+        return x * 2
+
+
+class Pieces(nn.Linear):
+    """Returns pieces of one result, which share no element."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x).chunk(3, -1)
+
+
+def twice(t: torch.Tensor) -> Any:
+    return (t * 2,) * 2
+
+
+def overlapping(t: torch.Tensor) -> Any:
+    doubled = t * 2
+    return doubled, doubled[..., 1:]
+
+
 OTHER_VALUES = "slices give other values"
+SHARED = "its outputs share memory"
 MOVES = "changing position 0 of its input changes other positions"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention": (lambda: Attention(causal=False), OTHER_VALUES),
@@ -177,7 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "it fails on a part of the sequence: a slice of 3 positions returned a tensor of shape",
     ),
     "a scalar beside": (
-        lambda: Function(lambda t: (t, t.sum())),
+        lambda: Function(lambda t: (t * 2, t.sum())),
         "it fails on a part of the sequence",
     ),
     "a fixed length": (
@@ -186,7 +228,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "no tensor": (lambda: Function(lambda t: None), "its output holds no tensor"),
     "another dtype": (
-        lambda: Function(lambda t: t if t.shape[1] > 3 else t.double()),
+        lambda: Function(lambda t: t * 2 if t.shape[1] > 3 else t.double()),
         "slices give outputs of another shape or type",
     ),
     "dropout": (lambda: nn.Dropout(0.5), "it draws random numbers"),
@@ -198,6 +240,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a list": (Remembers, "its forward changes its attribute 'seen'"),
     "a buffer": (FillsABuffer, "its forward changes its buffer 'largest'"),
     "in place": (lambda: nn.ReLU(inplace=True), "it changes its input in place"),
+    "its input": (nn.Identity, SHARED),
+    "a view of its input": (lambda: Function(lambda t: t[..., :3]), SHARED),
+    "an output twice": (lambda: Function(twice), SHARED),
+    "outputs that overlap": (lambda: Function(overlapping), SHARED),
+    "its length": (
+        lambda: Function(lambda t: (t * 2, {"length": t.shape[1]})),
+        "it returns something that is no tensor",
+    ),
+    "a loss of its own": (KeepsItsOutput, "its forward changes its attribute 'auxiliary'"),
+    "a length of its own": (KeepsALength, "its forward changes its attribute 'length'"),
 }
 
 
@@ -207,7 +259,7 @@ def test_others_are_refused_with_the_reason(build: Callable[[], nn.Module], reas
     module = build()
     found = objection_to_tiles(module, (x(),))
     assert found is not None
-    assert reason in found
+    assert reason in found.text
     assert not is_token_wise(module, (x(),))
 
 
@@ -218,7 +270,9 @@ def test_a_dependence_that_slices_do_not_show() -> None:
         return t + (t.detach().max() > 2.5).float()
 
     example = x().clamp(-1.2, 0.5)
-    assert (objection_to_tiles(Function(looks), (example,)) or "").startswith("changing position")
+    found = objection_to_tiles(Function(looks), (example,))
+    assert found is not None
+    assert found.text.startswith("changing position")
 
 
 def test_other_arguments_are_sliced_with_it() -> None:
@@ -278,3 +332,102 @@ def test_running_out_of_memory_is_no_answer() -> None:
 def test_one_position_proves_nothing() -> None:
     with pytest.raises(ValueError, match="the example has 1 position: expected 2 or more"):
         is_token_wise(nn.Identity(), (x(1),))
+
+
+class Scan(nn.Module):
+    """Looks at earlier positions, of those that a mask leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is None:
+            return self.proj(x.cumsum(1))
+        kept = mask[..., None].to(x.dtype)
+        return self.proj((x * kept).cumsum(1)) * kept
+
+
+class ZeroedScan(Scan):
+    """Its residual branch ends in zeros, which hide it until they are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.proj.weight)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return x + super().forward(x, mask)
+
+
+class GatedScan(Scan):
+    """A gate that opens in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return x + self.gate * super().forward(x, mask)
+
+
+def _padded(*places: slice, dtype: torch.dtype) -> torch.Tensor:
+    mask = torch.ones(2, 24, dtype=dtype)
+    for place in places:
+        mask[:, place] = 0
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "places",
+    [[slice(0, 8)], [slice(8, None)], [slice(0, 7), slice(20, None)]],
+    ids=["left", "right", "both"],
+)
+def test_padding_hides_nothing(places: list[slice], dtype: torch.dtype) -> None:
+    found = objection_to_tiles(Scan(), (x(24), _padded(*places, dtype=dtype)))
+    assert found is not None
+    assert found.is_final
+    assert OTHER_VALUES in found.text
+
+
+@pytest.mark.parametrize("block", [ZeroedScan, GatedScan])
+def test_parameters_that_are_zero_hide_nothing(block: type[Scan]) -> None:
+    module = block()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    parameters = dict(module.named_parameters())
+    found = objection_to_tiles(module, (x(),))
+    assert found is not None
+    assert OTHER_VALUES in found.text
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter is parameters[name] for name, parameter in module.named_parameters())
+
+
+def _only_padding() -> tuple[torch.Tensor, ...]:
+    return x(24), torch.zeros(2, 24)
+
+
+SHOW_NOTHING: dict[str, tuple[nn.Module, Callable[[], tuple[torch.Tensor, ...]]]] = {
+    "only padding": (Scan(), _only_padding),
+    "an empty batch": (Scan(), lambda: (x(24)[:0],)),
+    "undefined values": (Scan(), lambda: (x(24) * math.nan,)),
+    "tokens that are all the same": (nn.Embedding(3, 2), lambda: (torch.ones(2, 9).long(),)),
+}
+
+
+@pytest.mark.parametrize(("module", "example"), SHOW_NOTHING.values(), ids=SHOW_NOTHING.keys())
+def test_an_example_that_shows_nothing_decides_nothing(
+    module: nn.Module, example: Callable[[], tuple[torch.Tensor, ...]]
+) -> None:
+    found = objection_to_tiles(module, example())
+    assert found is not None
+    assert not found.is_final
+    assert found.text.startswith("the batch shows nothing")
+
+
+def test_what_is_made_once_is_no_final_objection() -> None:
+    module = Function(lambda t: (setattr(module, "table", torch.ones(3)), t * 2)[1])
+    found = objection_to_tiles(module, (x(),))
+    assert found is not None
+    assert not found.is_final
+    assert found.text == "its forward changes its attribute 'table'"
+    assert not hasattr(module, "table")
