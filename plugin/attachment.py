@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ from rematic.memory import MemorySnapshot, Probe, make_probe, process_overhead_b
 from rematic.model_planner import ModelPlanner
 from rematic.operator_requests import FILE_NAME as REQUESTS_NAME
 from rematic.operator_requests import RequestReader
-from rematic.policy import Action, Policy, Rule, Selective, Tile, action_named, policy_named
+from rematic.policy import (
+    Action,
+    Policy,
+    Rule,
+    Selective,
+    Tile,
+    action_named,
+    lossless,
+    policy_named,
+)
 from rematic.rank_agreement import journal_of_rank
 from rematic.recipes import (
     ActionConfig,
@@ -80,7 +90,6 @@ def attach(
     """
     chosen = _recipe(recipe)
     journal = journal_of_rank(journal)
-    supervision = _supervision(chosen, journal, on_escalation)
     optimizers = _optimizers(optimizer)
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -89,7 +98,12 @@ def attach(
         device=device,
         overhead_bytes=process_overhead_bytes(existing_bytes(model, optimizers)),
     )
-    first = policy_named(policy) if policy is not None else policy_of(chosen)
+    wanted = policy_named(policy) if policy is not None else policy_of(chosen)
+    is_tried = wanted.is_lossy and chosen.goals.gradient_tolerance is not None
+    first = lossless(wanted) if is_tried else wanted
+    supervision = _supervision(chosen, journal, on_escalation)
+    if is_tried:
+        supervision = replace(supervision, begins_with=wanted)
     budget_bytes = _budget_bytes(
         chosen.memory.budget if budget is None else parse_budget(budget),
         model,
@@ -117,7 +131,7 @@ def attach(
                 op_retry=chosen.policy.op_retry,
                 batch_shape=batch_shape,
                 journal=journal or _NoJournal(),
-                allow_lossy=chosen.policy.allow_lossy or first.is_lossy,
+                allow_lossy=chosen.policy.allow_lossy or wanted.is_lossy,
                 attempts=chosen.control.attempts,
                 allow_split=chosen.control.allow_split,
                 supervision=supervision,

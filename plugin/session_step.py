@@ -11,9 +11,9 @@ import torch
 from rematic import control
 from rematic.activations import Ledger
 from rematic.control import FailedAttempt, FirstAttempt, Rung, StopReport
-from rematic.loss_comparison import LossComparison
 from rematic.policy import Action
 from rematic.split_batch import Reduction, batch_statistics, num_sequences, run_in_parts
+from rematic.step_comparison import StepComparison
 from rematic.step_recovery import run_attempts
 from rematic.stop_snapshot import save_memory_snapshot
 from rematic.torn_step import torn_step_error
@@ -54,11 +54,12 @@ class SessionStep:
                 fn, batch, num_parts=rung.num_parts, reduction=reduction, model=session.model
             )
 
-        comparison = LossComparison(session, self, recovery)
+        comparison = StepComparison(session, self, recovery)
         try:
             comparison.run_first(attempt)
             result: T = comparison.result if comparison.is_done else run_attempts(recovery, attempt)
         except BaseException as error:
+            comparison.close()
             recovery.close()
             session.abort_step(error)
             raise

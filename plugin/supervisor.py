@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rematic")
 
+_COMPARED = ("loss", "gradient")
+"""Gates that need a batch that has run under both policies."""
+
+_COMPARISONS_MAX = 3
+"""Batches of a probation that are run under the policy before, until one can be compared."""
+
 LADDER_NAMES = tuple(policy.name for policy in LADDER)
 
 
@@ -43,6 +49,9 @@ class Supervision:
     requests: RequestReader | None = None
     """Where an operator's requests come from; None for nowhere."""
 
+    begins_with: Policy | None = None
+    """A policy that follows after the first step, on probation; None for none."""
+
     def __post_init__(self) -> None:
         if (self.escalation == "call") != (self.on_escalation is not None):
             given = "no function" if self.on_escalation is None else "a function"
@@ -66,8 +75,12 @@ class Supervisor:
         """Whether the next step is armed, since the last ones were troubled."""
         self.state = ControllerState()
         """What the controller remembers."""
-        self.loss_difference: float | None = None
-        """How far the losses of the open step under two policies are apart, if it ran twice."""
+        self.compared: dict[str, float] = {}
+        """How far loss and gradients of the open step under two policies are apart, if it ran
+        twice; as its event has them."""
+        self.num_comparisons = 0
+        """How often a batch of this probation has been run under the policy before first."""
+        self._begins_with = supervision.begins_with
         self._session = session
         self._supervision = supervision
         self._rules: ControlRules | None = None
@@ -99,21 +112,30 @@ class Supervisor:
             plain = control.decision_to_plain(decision)
             self._write({"event": "decision", "step": event["step"], **plain})
             self._do(decision)
+        policy, self._begins_with = self._begins_with, None
+        if policy is not None:
+            reason = "what the run is to begin with, on probation"
+            self._ask(Change(kind="switch", policy=policy, reason=reason))
 
     @property
     def compared_policy(self) -> str | None:
         """The policy under which the next batch is to be run too, None for none."""
         trial = self.state.trial
-        if self._rules is None or trial is None or trial.loss_difference is not None:
+        if trial is None:
+            self.num_comparisons = 0
+        if self._rules is None or trial is None or trial.gradient_difference is not None:
             return None
+        if self.num_comparisons >= _COMPARISONS_MAX:  # it cannot be done, as it seems
+            return None
+        goals = self._rules.goals
         in_force = self._session.history.current.name == trial.policy
-        wanted = self._rules.goals.loss_tolerance is not None and in_force
-        return trial.previous if wanted else None
+        is_wanted = goals.loss_tolerance is not None or goals.gradient_tolerance is not None
+        return trial.previous if in_force and is_wanted else None
 
     def take_comparison(self) -> dict[str, float]:
         """Returns what the event of the step that ends says of it, once."""
-        difference, self.loss_difference = self.loss_difference, None
-        return {} if difference is None else {"loss_difference": difference}
+        compared, self.compared = self.compared, {}
+        return compared
 
     def at_boundary(self) -> None:
         """Releases what was decided to be released, and answers an operator."""
@@ -146,6 +168,7 @@ class Supervisor:
         """Goes on from the state of an earlier session."""
         self.state = state
         self._rules = None
+        self._begins_with = None  # the run has begun
 
     def _begin(self) -> None:
         rules = dataclasses.replace(
@@ -167,15 +190,25 @@ class Supervisor:
     def _do(self, decision: Decision) -> None:
         self._releases = self._releases or decision.release
         reason = _reason(decision)
-        try:
-            if decision.change != "none":
-                self._session.ask(self._change(decision, reason))
-        except ValueError as error:
-            self._write({"event": "refused", "change": decision.change, "reason": str(error)})
         if decision.change != "none":
+            self._ask(self._change(decision, reason))
             _log.warning("policy %s follows: %s", decision.policy, reason)
         if decision.person:
             self._ask_person(decision.person)
+        for gate in decision.gates:
+            if gate.name in _COMPARED and gate.bound is not None and gate.passed is None:
+                _log.warning(
+                    "the gate %r was not judged: no batch of the probation ran under both "
+                    "policies. That takes one process, and a step that can be repeated "
+                    "(`session.run`, `@plugin.step`, automatic optimization in Lightning).",
+                    gate.name,
+                )
+
+    def _ask(self, change: Change) -> None:
+        try:
+            self._session.ask(change)
+        except ValueError as error:
+            self._write({"event": "refused", "change": change.kind, "reason": str(error)})
 
     def _change(self, decision: Decision, reason: str) -> Change:
         if decision.change == "rollback":

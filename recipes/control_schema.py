@@ -55,6 +55,8 @@ class GoalsConfig:
     """Most seconds per token, in the planner's with all kept or the last policy's; default 2.0."""
     loss_tolerance: float | None = None
     """Largest relative difference of one batch's losses; None (default): no batch runs twice."""
+    gradient_tolerance: float | None = None
+    """Largest distance of one batch's gradients, in norms of the lossless; None (default): none."""
     ooms_max: int = 0
     """Most failed allocations, unless the policy before had more; default 0."""
     switches_max: int = 4
@@ -67,6 +69,8 @@ class GoalsConfig:
         positive_number(self, "slowdown_max", remedy="write a multiple such as 1.5")
         if self.loss_tolerance is not None:
             number_from_zero(self, "loss_tolerance", remedy="write 0 for equal losses, or null")
+        if self.gradient_tolerance is not None:
+            number_from_zero(self, "gradient_tolerance", remedy="write for example 0.05, or null")
         whole_number(self, "ooms_max", minimum=0, remedy="write 0 for none")
         whole_number(self, "switches_max", minimum=0, remedy="write 0 for none")
         positive_number(self, "throughput_min", optional=True, remedy="write null for no such goal")

@@ -29,6 +29,7 @@ def check_sections(recipe: Recipe) -> None:
     _check_saving(recipe)
     _check_data_for_task(recipe)
     _check_batches(recipe)
+    _check_comparison(recipe)
 
 
 def _require(recipe: Recipe, path: str, ok: bool, *, expected: str, remedy: str) -> None:
@@ -191,4 +192,27 @@ def _check_batches(recipe: Recipe) -> None:
         not data.packing or data.order != "longest-first",
         expected="shuffled or written, since packed sequences are about equally long",
         remedy="remove it, or packing",
+    )
+
+
+def _check_comparison(recipe: Recipe) -> None:
+    """A lossy policy is watched where the recipe says so, or is not begun with."""
+    rules = [rule.action.name for rule in recipe.policy.rules]
+    if "compress" not in (recipe.policy.start, *rules):
+        return
+    tolerance, devices = recipe.goals.gradient_tolerance, recipe.distributed.devices
+    _require(
+        recipe,
+        "goals.gradient_tolerance",
+        tolerance is None or recipe.control.adapt,
+        expected="null, since control.adapt is false and compress would never be taken back",
+        remedy="remove it, or control.adapt",
+    )
+    _require(
+        recipe,
+        "goals.gradient_tolerance",
+        tolerance is None or devices == 1,
+        expected=f"null, since distributed.devices is {devices} and batches run under two "
+        "policies in one process only",
+        remedy="remove it, or train on one device",
     )

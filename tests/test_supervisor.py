@@ -309,6 +309,34 @@ class LossRun(Run):
             self.optimizer.zero_grad()
 
 
+def test_what_could_not_be_compared_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """`session.step` cannot run a batch twice."""
+    goals = GoalsConfig(gradient_tolerance=0.1, slowdown_max=1e9)
+    run = Run(recipe=Recipe(control=ControlConfig(probation_steps=3), goals=goals))
+    run.steps(2)
+    run.session.switch("recompute")
+    run.steps(4)
+    (decision,) = [e for e in run.journal.of("decision") if e["gates"]]
+    assert {g["name"]: g["passed"] for g in decision["gates"]}["gradient"] is None
+    (warning,) = [r.getMessage() for r in caplog.records if "was not judged" in r.getMessage()]
+    assert warning.startswith("the gate 'gradient' was not judged: no batch of the probation ran")
+
+
+def test_a_lossy_policy_to_begin_with_is_only_taken_while_nobody_has_pinned_another() -> None:
+    goals = GoalsConfig(gradient_tolerance=0.1)
+    run = Run(policy="compress", recipe=Recipe(goals=goals))
+    assert run.session.policy == RECOMPUTE
+    run.session.pin("keep")
+    run.steps(2)
+    assert run.session.policy == KEEP
+    (refused,) = run.journal.of("refused")
+    assert "the policy 'keep' is pinned" in refused["reason"]
+    run = Run(policy="compress", recipe=Recipe(goals=goals))
+    run.steps(1)
+    assert run.session.policy.name == "compress"
+    assert Run(policy="compress").session.policy.name == "compress"
+
+
 def test_one_batch_is_run_under_both_policies_and_counts_once() -> None:
     """Losses, weights and the generator are those of a run without the comparison."""
     runs = []

@@ -116,7 +116,8 @@ def _line(event: Event) -> str:
         change = "" if event["change"] == "none" else f", {event['change']} to {event['policy']}"
         return f"decision: {event['rule']}{change}" + "".join(map(_gate, event["gates"]))
     if kind == "compare":
-        return f"compare: loss {event['loss']}, {event['previous_loss']} under the policy before"
+        text = f"compare: loss {event['loss']}, {event['previous_loss']} under the policy before"
+        return f"{text}; gradients {event['gradient_difference']:.4g} apart"
     if kind == "notice":
         return f"notice: {event['unit'] or 'the model'}: {event['text']}"
     if kind == "release":

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from rematic.planner import StepCosts
     from rematic.policy import Action
 
+ROW_OF_START = {
+    "planned": "planned",
+    "keep": "keep all",
+    "selective": "op list",
+    "recompute": "recompute all",
+}
+"""Rows of a forecast that are what a recipe starts with; the others are given to `planned`."""
+
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Prints, per length, what a step needs and takes under each policy.
@@ -176,9 +184,9 @@ def actions_to_plan(recipe: Recipe) -> tuple[Action, ...]:
     """Returns the actions to trace: those that move tensors only where the recipe names a place.
 
     A running session asks the same of the recipe. `offload`, which moves far more than the inputs
-    of blocks, is traced only where the recipe names it.
+    of blocks, and `compress`, which is lossy, are traced only where the recipe names them.
     """
-    from rematic.policy import Keep, Offload, Recompute, RecomputeOffload
+    from rematic.policy import Compress, Keep, Offload, Recompute, RecomputeOffload
 
     named = {recipe.policy.start, *(rule.action.name for rule in recipe.policy.rules)}
     actions: list[Action] = [Keep(), Recompute()]
@@ -186,12 +194,18 @@ def actions_to_plan(recipe: Recipe) -> tuple[Action, ...]:
         actions.append(RecomputeOffload())
     if "offload" in named:
         actions.append(Offload())
+    if "compress" in named:
+        actions.append(Compress())
     return tuple(actions)
 
 
 def actions_given(recipe: Recipe, costs: StepCosts) -> tuple[Action | None, ...] | None:
-    """Returns the action that the recipe's rules give each unit, None where they leave a choice."""
-    if not recipe.policy.rules:
+    """Returns the action that the recipe gives each unit, None where it leaves a choice.
+
+    It does by rules, and by a policy to start with that is no row of a forecast.
+    """
+    has_own_row = recipe.policy.start in ROW_OF_START
+    if has_own_row and not recipe.policy.rules:
         return None
     from rematic.attachment import policy_of
     from rematic.policy import resolve
@@ -199,7 +213,8 @@ def actions_given(recipe: Recipe, costs: StepCosts) -> tuple[Action | None, ...]
     # A unit that stands for others is called by its class and its position.
     classes = [unit.name.partition(" (as unit ")[0] for unit in costs.classes]
     of_unit = (classes[slot] for slot in costs.unit_classes)
-    rules = replace(policy_of(recipe), default=None)
+    policy = policy_of(recipe)
+    rules = replace(policy, default=None) if has_own_row else policy
     return resolve(rules, dict(zip(costs.unit_names, of_unit, strict=True)))
 
 
@@ -217,6 +232,11 @@ def _notes(recipe: Recipe, device: Device, budget_bytes: int) -> tuple[str, ...]
         )
     if recipe.policy.rules:
         notes.append("only the row `planned` follows the rules of the recipe (policy.rules)")
+    if recipe.policy.start not in ROW_OF_START:
+        notes.append(
+            f"the row `planned` is {recipe.policy.start}, with which the recipe starts "
+            "(policy.start)"
+        )
     return tuple(notes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rematic.cli.plan_command import actions_given, actions_to_plan, budget_of
+from rematic.cli.plan_command import ROW_OF_START, actions_given, actions_to_plan, budget_of
 from rematic.cost import StepProfile, trace_recipe
 from rematic.cost.devices import REFERENCE_CPU, Device, gpu_named
 from rematic.cost.roofline import pace_of
@@ -17,9 +17,6 @@ from rematic.planner import (
     longest_length,
 )
 from rematic.recipes import Recipe
-
-_ROW_OF_START = {"keep": "keep all", "selective": "op list", "recompute": "recompute all"}
-"""Rows of a forecast that are what a recipe starts with; `planned` for the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class RecipeForecast:
     @property
     def own(self) -> PolicyForecast:
         """The step under the policy that the recipe starts with."""
-        return self.row(_ROW_OF_START.get(self.recipe.policy.start, "planned"))
+        return self.row(ROW_OF_START.get(self.recipe.policy.start, "planned"))
 
     def longest(self) -> int:
         """Returns the longest sequence, up to this one, that some plan fits; 0 if none does."""

@@ -24,6 +24,9 @@ from rematic.control.controller_state import is_news as is_news
 from rematic.control.controller_state import rejected_by as rejected_by
 from rematic.control.controller_state import with_rejected as with_rejected
 from rematic.control.curve import Curve as Curve
+from rematic.control.differences import GradientDifference as GradientDifference
+from rematic.control.differences import gradient_difference as gradient_difference
+from rematic.control.differences import relative_difference as relative_difference
 from rematic.control.escalation import FirstAttempt as FirstAttempt
 from rematic.control.escalation import Rung as Rung
 from rematic.control.escalation import escalate as escalate

@@ -15,7 +15,7 @@ from rematic.control.controller_state import (
     entered,
 )
 from rematic.control.drift import drifted
-from rematic.control.gates import Gate, Trial, failed, judge, ooms_gate
+from rematic.control.gates import Trial, early_gates, failed, judge
 from rematic.control.goals import ControlRules
 from rematic.control.observation import Observation
 from rematic.control.risk import (
@@ -135,10 +135,15 @@ def _lengths(lengths: Lengths, seen: Observation, stretch_steps: int) -> Lengths
 
 
 def _tried(trial: Trial, seen: Observation, sample: Sample) -> Trial:
-    differences = [d for d in (trial.loss_difference, seen.loss_difference) if d is not None]
     return trial._replace(
-        samples=(*trial.samples, sample), loss_difference=max(differences, default=None)
+        samples=(*trial.samples, sample),
+        loss_difference=_larger(trial.loss_difference, seen.loss_difference),
+        gradient_difference=_larger(trial.gradient_difference, seen.gradient_difference),
     )
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return max((number for number in (one, other) if number is not None), default=None)
 
 
 def _act(
@@ -189,17 +194,17 @@ def _end_trial(
     trial = state.trial
     assert trial is not None
     if len(trial.samples) < rules.pace.probation_steps:
-        early = ooms_gate(trial, rules.goals)
-        if early.passed:
+        gates = tuple(failed(early_gates(trial, rules.goals)))
+        if not gates:
             return state, plain
-        gates: tuple[Gate, ...] = (early,)
     else:
         gates = judge(trial, state.samples, rules.goals)
     missed = failed(gates)
     state = state._replace(trial=None)
     if not missed:
         rule = f"{trial.policy} has met its goals"
-        state = state._replace(judged=trial._replace(samples=(), loss_difference=None))
+        fresh = trial._replace(samples=(), loss_difference=None, gradient_difference=None)
+        state = state._replace(judged=fresh)
         return state, plain._replace(rule=rule, gates=gates)
     why = ", ".join(gate.name for gate in missed)
     buckets = {length_bucket(sample.length) for sample in trial.samples}

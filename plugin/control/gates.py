@@ -59,6 +59,8 @@ class Trial(NamedTuple):
     """Its steps so far."""
     loss_difference: float | None = None
     """Relative difference of one batch's losses, None if none was run under both policies."""
+    gradient_difference: float | None = None
+    """The same of its gradients."""
 
 
 def judge(trial: Trial, samples: Samples, goals: Goals) -> tuple[Gate, ...]:
@@ -71,17 +73,24 @@ def judge(trial: Trial, samples: Samples, goals: Goals) -> tuple[Gate, ...]:
     """
     settled = trial.samples[1:] or trial.samples  # the first step under a policy also sets it up
     return (
-        ooms_gate(trial, goals),
+        *early_gates(trial, goals),
         _headroom(trial, samples, goals),
         _slowdown(settled, trial, samples, goals),
         _throughput(settled, goals),
         _relief(trial, samples),
-        _loss(trial, goals),
     )
 
 
-def ooms_gate(trial: Trial, goals: Goals) -> Gate:
-    """Returns the gate on failed allocations; one that fails needs no more steps to fail."""
+def early_gates(trial: Trial, goals: Goals) -> tuple[Gate, ...]:
+    """Returns the gates that need no more steps to fail once they have failed."""
+    return (
+        _ooms(trial, goals),
+        _compared("loss", trial.loss_difference, goals.loss_tolerance),
+        _compared("gradient", trial.gradient_difference, goals.gradient_tolerance),
+    )
+
+
+def _ooms(trial: Trial, goals: Goals) -> Gate:
     found = sum(sample.num_failures for sample in trial.samples)
     bound = max(goals.ooms_max, trial.failures_before)
     return Gate("ooms", "count", found, trial.failures_before, bound, found <= bound)
@@ -130,10 +139,9 @@ def _relief(trial: Trial, samples: Samples) -> Gate:
     return Gate("relief", "bytes", found, before, bound, found <= bound)
 
 
-def _loss(trial: Trial, goals: Goals) -> Gate:
-    found, bound = trial.loss_difference, goals.loss_tolerance
+def _compared(name: str, found: float | None, bound: float | None) -> Gate:
     passed = None if found is None or bound is None else found <= bound
-    return Gate("loss", "relative difference", found, None, bound, passed)
+    return Gate(name, "relative difference", found, None, bound, passed)
 
 
 def failed(gates: Sequence[Gate]) -> tuple[Gate, ...]:

@@ -20,6 +20,10 @@ class Goals:
     """Largest relative difference between the losses of one batch under both policies; None to run
     no batch twice."""
 
+    gradient_tolerance: float | None = None
+    """Largest distance between the gradients of one batch under both policies, as a multiple of the
+    lossless one's norm; None to run no batch twice for it."""
+
     ooms_max: int = 0
     """Most allocations that may fail (and be answered) during probation."""
 

@@ -69,6 +69,9 @@ class Observation(NamedTuple):
     loss_difference: float | None = None
     """Relative difference of this batch's losses under the previous policy and this one."""
 
+    gradient_difference: float | None = None
+    """The same of its gradients."""
+
     predicted_peak_bytes: int | None = None
     """Highest bytes in use that were expected of the step."""
 
@@ -110,6 +113,7 @@ def observe(event: Mapping[str, Any]) -> Observation:
         num_alloc_retries=after.get("num_alloc_retries"),
         num_ooms=after.get("num_ooms"),
         loss_difference=event.get("loss_difference"),
+        gradient_difference=event.get("gradient_difference"),
         predicted_peak_bytes=event.get("predicted_peak_bytes"),
         keep_seconds=event.get("keep_seconds"),
     )

@@ -12,10 +12,10 @@ from torch import nn
 
 from rematic.control import Rung
 from rematic.hosts.accelerate_collectives import ExchangedOnce
-from rematic.loss_comparison import LossComparison
 from rematic.session import Session
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction, run_in_parts
+from rematic.step_comparison import StepComparison
 from rematic.step_record import StepRecord
 from rematic.step_recovery import StepOutOfMemoryError, run_attempts
 
@@ -115,7 +115,7 @@ class RecoverableCall:
         exchanged: ExchangedOnce | None = None
         if recovery.collectives is not None:
             exchanged = ExchangedOnce(self._accelerator, recovery.collectives)
-        comparison = LossComparison(self._session, step, recovery)
+        comparison = StepComparison(self._session, step, recovery)
         has_run = False
 
         def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - as above
@@ -139,6 +139,9 @@ class RecoverableCall:
                 result = comparison.result
             else:
                 result = run_attempts(recovery, attempt, obstacle=obstacle)
+        except BaseException:
+            comparison.close()
+            raise
         finally:
             recovery.close()
             if exchanged is not None:

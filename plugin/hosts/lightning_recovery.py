@@ -22,6 +22,8 @@ from rematic.activations.host_generators import save_generators
 from rematic.control import StopReport
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.session import Session
+from rematic.session_step import SessionStep
+from rematic.step_comparison import StepComparison
 from rematic.step_recovery import Failure, StepRecovery
 from rematic.transaction import ModuleSnapshot
 
@@ -65,9 +67,15 @@ class LightningRecovery:
             skipped=_OF_LIGHTNING,
             counts_gradients=not module.automatic_optimization,
         )
+        self._comparison = StepComparison(session, SessionStep(session), self._recovery)
 
     def forward(self) -> Any:  # noqa: ANN401 - what a training step returns is up to its author
-        """Runs the training step until it succeeds; in manual optimization that is all there is."""
+        """Runs the training step until it succeeds; in manual optimization that is all there is.
+
+        Where the batch is to run under two policies, this is the first run.
+        """
+        if self._module.automatic_optimization:
+            self._comparison.begin()
         while True:
             try:
                 output = self._call()
@@ -105,11 +113,39 @@ class LightningRecovery:
 
     def commit(self) -> None:
         """Ends a micro-batch that is done."""
+        self._comparison.close()
         self._recovery.commit()
 
     def close(self) -> None:
         """Ends it in any other way; safe to call twice."""
+        self._comparison.close()
         self._recovery.close()
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether backward is going to end the first of two runs."""
+        return self._comparison.is_running
+
+    def now(self) -> tuple[ModuleSnapshot, _ResultsNow]:
+        """Returns the state of modules and of `self.log` as hooks have left it."""
+        transaction = self._recovery.transaction
+        assert transaction is not None
+        return transaction.modules_now(), self._results.now()
+
+    def turn(self, loss: torch.Tensor | None) -> bool:
+        """Puts everything back to before the training step, for the second of two runs.
+
+        Returns:
+            Whether there is to be one; if not, the first stands for the step.
+        """
+        if not self._comparison.turn(None if loss is None else loss.detach()):
+            return False
+        self._results.restore()
+        return True
+
+    def compare(self, loss: torch.Tensor | None) -> None:
+        """Takes down how far the second run is from the first, if there were two."""
+        self._comparison.compare(loss)
 
     def note(self, error: BaseException, *losses: torch.Tensor | None) -> Failure | None:
         """Reads and frees a failed backward."""
@@ -121,9 +157,7 @@ class LightningRecovery:
         Returns:
             The state of modules and of `self.log` as hooks have left it since.
         """
-        transaction = self._recovery.transaction
-        assert transaction is not None
-        since = transaction.modules_now(), self._results.now()
+        since = self.now()
         self._recovery.answer(failure, obstacle=obstacle)
         self._results.restore()
         return since
@@ -166,23 +200,35 @@ class _Backward:
         closure_loss: torch.Tensor,
     ) -> Any:  # noqa: ANN401 - as the plugin's
         """Runs `backward(tensor)`, and again from a new forward until it succeeds."""
+        recovery = self._recovery
         held: list[torch.Tensor | None] = [tensor, closure_loss]
         del tensor, closure_loss
+        is_compared = recovery.is_compared and self._obstacle is None
+        before = recovery.now() if is_compared else None
         since: tuple[ModuleSnapshot, _ResultsNow] | None = None
         while True:
             try:
                 if since is not None:
-                    held = [self._recovery.loss_again(self._plugin)]
+                    held = [recovery.loss_again(self._plugin)]
                     _put_back(*since)
                     self._put_generators()
-                return backward(held[0])  # type: ignore[arg-type] # it is there
+                result = backward(held[0])  # type: ignore[arg-type] # it is there
             except BaseException as error:
-                failure = self._recovery.note(error, *held)
+                failure = recovery.note(error, *held)
                 if failure is None:
                     raise
+            else:
+                if before is None or not recovery.turn(held[0]):
+                    recovery.compare(held[0])
+                    return result
+                failure = None
             held = [None]
-            first = self._recovery.answer_backward(failure, self._obstacle)
-            since = since or first
+            if failure is None:
+                since = before
+            else:
+                first = recovery.answer_backward(failure, self._obstacle)
+                since = since or first
+            before = None
 
 
 def _put_back(modules: ModuleSnapshot, results: _ResultsNow) -> None:

@@ -28,6 +28,7 @@ from rematic.policy.policy import RECOMPUTE_OFFLOAD as RECOMPUTE_OFFLOAD
 from rematic.policy.policy import SELECTIVE as SELECTIVE
 from rematic.policy.policy import Plan as Plan
 from rematic.policy.policy import Policy as Policy
+from rematic.policy.policy import lossless as lossless
 from rematic.policy.policy import policy_named as policy_named
 from rematic.policy.policy import resolve as resolve
 from rematic.policy.rules import Rule as Rule

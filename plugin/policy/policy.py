@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rematic.policy.actions import (
     Action,
@@ -83,6 +83,23 @@ def policy_named(policy: str | Policy) -> Policy:
             "`rematic.policy.Policy` with rules of your own."
         )
     return _NAMED[policy]
+
+
+def lossless(policy: Policy) -> Policy:
+    """Returns the policy with everything recomputed that it would compress.
+
+    It is called `recompute` where that is all it does.
+    """
+    if not policy.is_lossy:
+        return policy
+    default = Recompute() if isinstance(policy.default, Compress) else policy.default
+    rules = tuple(
+        replace(rule, action=Recompute()) if isinstance(rule.action, Compress) else rule
+        for rule in policy.rules
+    )
+    if default == Recompute() and not rules:
+        return RECOMPUTE
+    return Policy(name=f"{policy.name} without compress", rules=rules, default=default)
 
 
 def resolve(policy: Policy, classes: Mapping[str, str]) -> tuple[Action | None, ...]:

@@ -102,6 +102,20 @@ def test_a_budget_beyond_the_device_is_said(capsys: pytest.CaptureFixture[str]) 
     assert note.startswith("the budget is more than the 15.0 GiB of t4")
 
 
+@pytest.mark.parametrize("start", ["offload", "compress", "recompute+offload"])
+def test_what_a_recipe_starts_with_is_planned_although_it_has_no_row(
+    capsys: pytest.CaptureFixture[str], start: str
+) -> None:
+    overrides = [f"policy.start={start}", "policy.allow_lossy=true"]
+    assert main(["plan", "tiny-cpu", *overrides, "--lengths", "256", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (step,) = found["lengths"]
+    rows = {row["policy"]: row for row in step["policies"]}
+    assert rows["planned"]["plan"] == {start: 12}
+    assert rows["planned"]["peak"]["bytes"] < rows["keep all"]["peak"]["bytes"]
+    assert f"the row `planned` is {start}, with which the recipe starts" in " ".join(found["notes"])
+
+
 def test_a_plot_needs_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = ["plan", "tiny-cpu", *SMALL, "--device", "l4", "--lengths", "64"]
     assert main([*argv, "--plot", str(tmp_path / "none" / "step.svg")]) == 2

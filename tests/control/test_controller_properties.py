@@ -34,6 +34,7 @@ STEPS = st.lists(
             "limit_bytes": st.sampled_from([None, 3000, 10_000, 30_000]),
             "num_alloc_retries": st.integers(0, 300),
             "loss_difference": st.floats(0, 1),
+            "gradient_difference": st.floats(0, 1),
         },
     ),
     min_size=1,

@@ -242,20 +242,28 @@ def test_failures_that_were_there_before_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("goals", "figures", "missed"),
+    ("goals", "figures", "missed", "step"),
     [
-        (Goals(throughput_min=2.0), {"tokens": 500}, "throughput"),
-        (Goals(headroom_min=0.2), {"tokens": 500, "peak_bytes": 8500}, "headroom"),
-        (Goals(loss_tolerance=0.01), {"tokens": 500, "loss_difference": 0.02}, "loss"),
+        (Goals(throughput_min=2.0), {"tokens": 500}, "throughput", 17),
+        (Goals(headroom_min=0.2), {"tokens": 500, "peak_bytes": 8500}, "headroom", 17),
+        (Goals(loss_tolerance=0.01), {"tokens": 500, "loss_difference": 0.02}, "loss", 10),
+        (
+            Goals(gradient_tolerance=0.01),
+            {"tokens": 500, "loss_difference": 0.0, "gradient_difference": 0.02},
+            "gradient",
+            10,
+        ),
     ],
-    ids=["throughput", "headroom", "loss"],
+    ids=["throughput", "headroom", "loss", "gradient"],
 )
-def test_each_goal_can_fail(goals: Goals, figures: dict[str, Any], missed: str) -> None:
+def test_each_goal_can_fail(goals: Goals, figures: dict[str, Any], missed: str, step: int) -> None:
+    """What a comparison has shown is not waited for until the probation ends."""
     rules = ControlRules(ladder=LADDER, goals=goals)
     world = World(lambda step, policy: figures if policy == "own" else {"tokens": 500}, rules=rules)
     world.run(10).switch("own")
-    assert world.run(20).story() == [f"17 back to keep for {missed}"]
-    met = dataclasses.replace(rules, goals=Goals(headroom_min=0.1, loss_tolerance=0.1))
+    assert world.run(20).story() == [f"{step} back to keep for {missed}"]
+    goals = Goals(headroom_min=0.1, loss_tolerance=0.1, gradient_tolerance=0.1)
+    met = dataclasses.replace(rules, goals=goals)
     world = World(lambda step, policy: figures if policy == "own" else {"tokens": 500}, rules=met)
     world.run(10).switch("own")
     assert world.run(20).story() == ["17 own met its goals"]

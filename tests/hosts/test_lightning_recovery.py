@@ -9,13 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 import rematic
 from rematic.memory import SimulatedProbe
-from rematic.recipes import ControlConfig, PolicyConfig, Recipe
-from tests.hosts.lightning_fits import Net, Recorded, Runner, ValidatedNet
+from rematic.recipes import ControlConfig, GoalsConfig, PolicyConfig, Recipe
+from tests.hosts.lightning_fits import Net, Recorded, Runner, ValidatedNet, session_of
 
 STEP_ALONE = Recipe(policy=PolicyConfig(op_retry="never", trust=("*",)))
 ENTRIES = ("strategy", "callback")
@@ -211,6 +212,46 @@ def test_what_never_fits_leaves_a_checkpoint(runner: Runner, tmp_path: Path, ent
     assert stop["checkpoint"] == str(path)
     resumed = runner.fit(FaultyNet, ckpt_path=path, **runner.entry(entry, policy="keep"))
     assert resumed.trainer.global_step == 14
+
+
+COMPARED = Recipe(
+    policy=PolicyConfig(op_retry="never", trust=("*",)),
+    goals=GoalsConfig(loss_tolerance=0.0, gradient_tolerance=0.0, slowdown_max=1e9),
+    control=ControlConfig(probation_steps=3),
+)
+
+
+class Switching(Callback):
+    """Takes another policy after the third batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        session = session_of(trainer)
+        if session is not None and session.num_steps == 3:
+            session.switch("recompute")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("at", [{}, {"backward": {5}}, {"backward": {6}}, {"forward": {5, 6}}])
+def test_a_batch_that_runs_under_two_policies_counts_once(
+    runner: Runner, references: Any, at: Any, accumulate: int, precision: str, entry: str
+) -> None:
+    """The second batch of a probation, or a later one where memory runs out in its two runs."""
+    journal = Recorded()
+    made = runner.entry(entry, policy="keep", recipe=COMPARED, journal=journal)
+    made["callbacks"] = [*made.get("callbacks", ()), Switching()]
+    options = {"accumulate_grad_batches": accumulate, "precision": precision}
+    fitted = check(runner, references, at, made, **options)
+    assert fitted.session.policy.name == "recompute"
+    (compared,) = [event for event in journal.events if event["event"] == "compare"]
+    assert compared["step"] == (4 if at == {} else 5)
+    assert (compared["difference"], compared["gradient_difference"]) == (0.0, 0.0)
+    assert compared["gradient_norm"] > 0
+    (decision,) = [e for e in journal.events if e["event"] == "decision" and e["gates"]]
+    gates = {gate["name"]: gate["passed"] for gate in decision["gates"]}
+    assert (gates["loss"], gates["gradient"]) == (True, True)
+    assert all(not p._backward_hooks for p in fitted.module.parameters())
 
 
 class FailsInEvaluation(ValidatedNet):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 
 from rematic.policy import (
+    COMPRESS,
     KEEP,
     LADDER,
     PLANNED,
     RECOMPUTE,
     Action,
+    Compress,
     Keep,
     Plan,
     Policy,
     Recompute,
     Rule,
+    lossless,
     policy_named,
     resolve,
 )
@@ -97,6 +100,20 @@ def test_an_unknown_policy_lists_those_there_are() -> None:
     )
     with pytest.raises(ValueError, match=message):
         policy_named("none")
+
+
+def test_a_lossy_policy_has_a_lossless_one_beside_it() -> None:
+    kept = Rule(pattern="*.0", action=Keep())
+    squeezed = Rule(pattern="*.1", action=Compress(), exclude=("*.11",))
+    assert lossless(COMPRESS) == RECOMPUTE
+    assert lossless(PLANNED) is PLANNED
+    mixed = lossless(Policy(name="own", rules=(kept, squeezed)))
+    assert mixed.name == "own without compress"
+    assert mixed.default is None
+    assert mixed.rules == (kept, Rule(pattern="*.1", action=Recompute(), exclude=("*.11",)))
+    assert not mixed.is_lossy
+    with_rules = lossless(Policy(name="compress", rules=(kept,), default=Compress()))
+    assert (with_rules.name, with_rules.default) == ("compress without compress", Recompute())
 
 
 def test_a_plan_counts_its_actions() -> None:

@@ -120,6 +120,25 @@ def test_j2_sharded_4_bit_weights_must_be_stored_as_the_others_are() -> None:
         load_recipe("auto", [*SHARDED, "quantization.storage_dtype=bf16"])
 
 
+LOSSY = ("policy.start=compress", "policy.allow_lossy=true", "goals.gradient_tolerance=0.1")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("control.adapt=false", "control.adapt is false and compress would never be taken back"),
+        ("distributed.devices=2", "distributed.devices is 2 and batches run under two policies in"),
+    ],
+)
+def test_compress_that_nobody_could_watch_is_refused(override: str, reason: str) -> None:
+    given = [*LOSSY, override, *(["distributed.strategy=ddp"] if "=2" in override else [])]
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("auto", given)
+    assert f"goals.gradient_tolerance is 0.1; expected null, since {reason}" in str(caught.value)
+    load_recipe("auto", [*given, "goals.gradient_tolerance=null"])
+    load_recipe("auto", [*given, "policy.start=recompute"])
+
+
 def test_a_recipe_says_what_is_held_and_what_is_saved() -> None:
     assert (Recipe().weight_format, Recipe().saved) == ("none", ("full",))
     qlora = load_recipe("auto", ["tuning.method=qlora"])

@@ -210,6 +210,7 @@ CHANGES: list[tuple[str, Facts, tuple[str, ...], str]] = [
     ("goals.headroom_min", attached, (), "0.3"),
     ("goals.slowdown_max", attached, (), "1.1"),
     ("goals.loss_tolerance", attached, (), "0.1"),
+    ("goals.gradient_tolerance", attached, (), "0.1"),
     ("goals.ooms_max", attached, (), "3"),
     ("goals.switches_max", attached, (), "1"),
     ("goals.throughput_min", attached, (), "1.5"),
