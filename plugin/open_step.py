@@ -37,6 +37,7 @@ class OpenStep:
         number: int,
         shape: BatchShape,
         armed: bool,
+        spare: bool,
         agreed: Sequence[bool],
         gradient_bytes: Callable[[], int],
         write: Write,
@@ -72,6 +73,7 @@ class OpenStep:
         after_op = self.meter.read if watched else None
         self.armed = armed
         """Whether the retry at the op is in force."""
+        self._spare = spare
         relieve = self.relieve if armed else _let_it_fail
         self._mode = OpRetry(relieve, after_op=after_op) if armed or watched else None
         if self._mode is not None:
@@ -82,9 +84,18 @@ class OpenStep:
         self._engine.ledger.after_forward = None
         self._engine.ledger.at_backward = None
         self._engine.ledger.at_unit_retry = None
+        self._engine.stand_aside(False)
         if self._mode is not None:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch 2.13
             self._mode = None
+
+    def let_units_stand_aside(self) -> None:
+        """Runs units that are kept as they are, in a step with room to spare that can be repeated.
+
+        Where memory runs out all the same, the whole step runs again, under records.
+        """
+        if self._spare and not self.armed:
+            self._engine.stand_aside(True)
 
     def relieve(self, num_bytes: int, where: str) -> int:
         """Answers an op that ran out of memory.

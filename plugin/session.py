@@ -11,9 +11,8 @@ from torch import nn
 
 from rematic import control
 from rematic.activations import Engine, Notice
-from rematic.batch_shape import BatchShape
-from rematic.control import Change, Costs, History, StepDecision, StepRequest, StopReport
-from rematic.memory import MemorySnapshot, Probe, is_out_of_memory
+from rematic.control import Change, Costs, History, StepRequest, StopReport
+from rematic.memory import Probe, is_out_of_memory
 from rematic.model_planner import ModelPlanner
 from rematic.open_step import OpenStep
 from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
@@ -27,9 +26,8 @@ from rematic.session_state import SavedSession, read_saved_session
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction
 from rematic.step_record import StepRecord
-from rematic.step_recovery import StepRecovery, begin_recovery, with_room
+from rematic.step_recovery import StepRecovery, begin_recovery
 from rematic.supervisor import Supervisor
-from rematic.training_tensors import gradient_bytes, pending_gradient_bytes
 from rematic.transaction import ChangingState, num_ranks
 from rematic.untrained_parameters import tell_of_untrained
 
@@ -197,7 +195,7 @@ class Session:
             counts_gradients: As of `StepTransaction`.
             max_parts: Into how many parts the batch may be split.
         """
-        return begin_recovery(
+        recovery = begin_recovery(
             SessionStep(self, max_parts=max_parts),
             self.model,
             batch,
@@ -206,48 +204,22 @@ class Session:
             skipped=skipped,
             counts_gradients=counts_gradients,
         )
+        if self._step is not None and num_ranks() == 1 and self.settings.attempts > 1:
+            self._step.let_units_stand_aside()
+        return recovery
 
-    def begin_step(self, batch: object = None, *, armed_unless_roomy: bool = False) -> None:
+    def begin_step(self, batch: object = None, *, armed_unless_spare: bool = False) -> None:
         """Plans for a micro-batch and starts to watch it; hosts pair it with `end_step`.
 
         Args:
             batch: The micro-batch, read for its shape only.
-            armed_unless_roomy: Whether to retry failed ops unless there is room to spare.
+            armed_unless_spare: Whether to retry failed ops unless there is room to spare.
         """
         if self._step is not None:
             self.abort_step(None)
         self.supervisor.before_step()
         self._policies.refuse_other_start(self._engine.joint_units())
-        shape = with_room(lambda: self.settings.batch_shape(batch), self._engine.ledger)
-        before = self.probe.snapshot()
-        self._asked = self._request(shape, before.allocated_bytes)
-        decision = control.plan_step(self._costs, self._asked)
-        if self._model_planner is not None:
-            decision = self._model_planner.refine(decision, self._asked, shape, batch)
-        # the last: a batch that could not be read
-        armed = decision.armed or self.supervisor.armed or shape.tokens <= 1
-        if armed_unless_roomy:
-            armed = armed or decision.limit_bytes is None or not decision.roomy
-        self._open_step(shape, decision, before, armed=armed)
-
-    def _open_step(
-        self, shape: BatchShape, decision: StepDecision, before: MemorySnapshot, *, armed: bool
-    ) -> None:
-        self._plan = decision.plan
-        self._policies.at_boundary = False
-        mode = self.settings.op_retry
-        self._step = OpenStep(
-            self._engine,
-            self.probe,
-            decision,
-            before=before,
-            number=self.num_steps,
-            shape=shape,
-            agreed=self._policies.agreed(decision.plan),
-            armed=mode == "always" or (mode == "auto" and armed),
-            gradient_bytes=lambda: gradient_bytes(self._parameters),
-            write=self.settings.journal.write,
-        )
+        SessionStep(self).open(batch, armed_unless_spare=armed_unless_spare)
 
     def end_step(self) -> StepRecord:
         """Ends the micro-batch, learns from it and writes it to the journal."""
@@ -368,18 +340,6 @@ class Session:
         self._engine.detach()
         while self.at_detach:
             self.at_detach.pop()()
-
-    def _request(self, shape: BatchShape, in_use_bytes: int | None) -> StepRequest:
-        return StepRequest(
-            tokens=shape.tokens,
-            length=shape.length,
-            unit_classes=tuple(self._engine.classes.values()),
-            actions=self._policies.actions,
-            in_use_bytes=in_use_bytes,
-            pending_gradient_bytes=pending_gradient_bytes(self._parameters),
-            budget_bytes=self.budget_bytes,
-            reserve=self.settings.reserve,
-        )
 
     def _close_step(self) -> OpenStep:
         if self._step is None:

@@ -1,4 +1,4 @@
-"""What a recovery asks of a session, and the recoverable step of `session.run`."""
+"""One step of a session: how it opens, what a recovery asks of it, and the one of `session.run`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ import torch
 
 from rematic import control
 from rematic.activations import Ledger
-from rematic.control import FailedAttempt, FirstAttempt, Rung, StopReport
+from rematic.batch_shape import BatchShape
+from rematic.control import (
+    FailedAttempt,
+    FirstAttempt,
+    Rung,
+    StepDecision,
+    StepRequest,
+    StopReport,
+)
+from rematic.memory import MemorySnapshot
+from rematic.open_step import OpenStep
 from rematic.policy import Action
 from rematic.split_batch import Reduction, batch_statistics, num_sequences, run_in_parts
 from rematic.step_comparison import StepComparison
-from rematic.step_recovery import run_attempts
+from rematic.step_recovery import run_attempts, with_room
 from rematic.stop_snapshot import save_memory_snapshot
 from rematic.torn_step import torn_step_error
-from rematic.training_tensors import resident_bytes
+from rematic.training_tensors import gradient_bytes, pending_gradient_bytes, resident_bytes
 from rematic.transaction import abort_ranks, num_ranks
 
 if TYPE_CHECKING:
@@ -39,11 +49,76 @@ class SessionStep:
         self._session = session
         self._max_parts = max_parts
 
+    def open(self, batch: object, *, armed_unless_spare: bool) -> None:
+        """Plans for a micro-batch and starts to watch it.
+
+        Args:
+            batch: The micro-batch, read for its shape only.
+            armed_unless_spare: Whether to retry failed ops unless there is room to spare.
+        """
+        session = self._session
+        shape = with_room(lambda: session.settings.batch_shape(batch), self.ledger)
+        before = session.probe.snapshot()
+        session._asked = asked = self._request(shape, before.allocated_bytes)
+        decision = control.plan_step(session.costs, asked)
+        if session._model_planner is not None:
+            decision = session._model_planner.refine(decision, asked, shape, batch)
+        # the last: a batch that could not be read
+        armed = decision.armed or session.supervisor.armed or shape.tokens <= 1
+        spare = not armed and control.has_spare_room(
+            decision,
+            in_use_bytes=before.allocated_bytes,
+            capacity_bytes=before.capacity_bytes,
+            reserve=session.settings.reserve,
+        )
+        armed = armed or (armed_unless_spare and not spare)
+        self._open(shape, decision, before, armed=armed, spare=spare)
+
+    def _open(
+        self,
+        shape: BatchShape,
+        decision: StepDecision,
+        before: MemorySnapshot,
+        *,
+        armed: bool,
+        spare: bool,
+    ) -> None:
+        session = self._session
+        session._plan = decision.plan
+        session._policies.at_boundary = False
+        mode = session.settings.op_retry
+        session._step = OpenStep(
+            session._engine,
+            session.probe,
+            decision,
+            before=before,
+            number=session.num_steps,
+            shape=shape,
+            agreed=session._policies.agreed(decision.plan),
+            armed=mode == "always" or (mode == "auto" and armed),
+            spare=spare,
+            gradient_bytes=lambda: gradient_bytes(session._parameters),
+            write=session.settings.journal.write,
+        )
+
+    def _request(self, shape: BatchShape, in_use_bytes: int | None) -> StepRequest:
+        session = self._session
+        return StepRequest(
+            tokens=shape.tokens,
+            length=shape.length,
+            unit_classes=tuple(session.unit_classes.values()),
+            actions=session._policies.actions,
+            in_use_bytes=in_use_bytes,
+            pending_gradient_bytes=pending_gradient_bytes(session._parameters),
+            budget_bytes=session.budget_bytes,
+            reserve=session.settings.reserve,
+        )
+
     def run(self, fn: Callable[[B], T], batch: B, reduction: Reduction | None) -> T:
         """Runs `fn(batch)` as one step, again if memory runs out."""
         session = self._session
         self._max_parts = self.parts_allowed(batch, reduction)
-        session.begin_step(batch, armed_unless_roomy=True)
+        session.begin_step(batch, armed_unless_spare=True)
         recovery = session.recovery(batch, max_parts=self._max_parts)
 
         def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - what the user's step returns
@@ -97,10 +172,10 @@ class SessionStep:
         session = self._session
         step = session._close_step()
         before = session.probe.snapshot()
-        request = session._request(step.shape, before.allocated_bytes)
+        request = self._request(step.shape, before.allocated_bytes)
         request = replace(request, actions=session.plan.actions if actions is None else actions)
         decision = control.plan_step(session._costs, request)
-        session._open_step(step.shape, decision, before, armed=True)
+        self._open(step.shape, decision, before, armed=True, spare=False)
 
     def stop_report(
         self, attempts: Sequence[FailedAttempt], obstacle: str | None, num_torn: int
@@ -109,7 +184,7 @@ class SessionStep:
         session = self._session
         assert session._step is not None
         shape = session._step.shape
-        request = session._request(shape, session.probe.allocated_bytes())
+        request = self._request(shape, session.probe.allocated_bytes())
         working = session._costs.working_set(shape.tokens)
         head_is_peak = working is not None and working.head_bytes > working.unit_bytes
         return StopReport(

@@ -134,6 +134,17 @@ class Engine:
             unit.agreed = i < len(agreed) and agreed[i]
             go_with_all_ranks(unit)
 
+    def stand_aside(self, yes: bool) -> None:
+        """Runs kept units as they are, without records that could be evicted, or no longer.
+
+        The last of them keeps its own: by it the ledger sees where backward begins.
+        """
+        for unit in self.units:
+            unit.stands_aside = False
+        kept = [unit for unit in self.units if unit.starts_held and unit.stash is None]
+        for unit in kept[:-1] if yes else ():
+            unit.stands_aside = not unit.unmeasured
+
     def joint_units(self) -> list[str]:
         """Returns the units whose forward was seen to exchange tensors with other ranks."""
         return [unit.name for unit in self.units if unit.joint is not None]

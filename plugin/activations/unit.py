@@ -61,6 +61,8 @@ class Unit:
         ended: `offload`, `compress`) or evicted (`selective`, `recompute`, `recompute+offload`)."""
         self.unmeasured = False
         """Whether the next records are held until their forward ends, to see what they keep."""
+        self.stands_aside = False
+        """Whether calls of which all is known run as they are, without a record."""
         self.selection: OpSelection | None = None
         """Which results are kept where records start evicted (`selective`), None for none."""
         self.stash: Stash | None = None
@@ -142,6 +144,9 @@ class Unit:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, in slices if that is its action."""
         self.ledger.waiting.settle()
+        if self.stands_aside and not self._is_first_call and not self._awaits_check:
+            self.num_forwards += 1
+            return self.original(*args, **kwargs)
         if self.tiling is not None:
             return self.tiling.run(self, args, kwargs)
         return self.run(args, kwargs)

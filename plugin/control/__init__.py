@@ -57,6 +57,8 @@ from rematic.control.plain import learned_to_plain as learned_to_plain
 from rematic.control.replay import ReplayedStep as ReplayedStep
 from rematic.control.replay import replay as replay
 from rematic.control.risk import REMEDIES as REMEDIES
+from rematic.control.spare_room import fits_update as fits_update
+from rematic.control.spare_room import has_spare_room as has_spare_room
 from rematic.control.step_plan import Costs as Costs
 from rematic.control.step_plan import StepDecision as StepDecision
 from rematic.control.step_plan import StepOutcome as StepOutcome
@@ -69,4 +71,3 @@ from rematic.control.stop_report import StopReport as StopReport
 from rematic.control.stop_report import advise as advise
 from rematic.control.stop_report import format_stop as format_stop
 from rematic.control.stop_report import largest_length as largest_length
-from rematic.control.update_room import fits_update as fits_update

@@ -1,6 +1,12 @@
-"""Whether an optimizer's step needs to be covered by the retry at the op. Pure."""
+"""Where there is so much room that memory cannot run out, by what the device says. Pure.
+
+A budget is what somebody wrote down; the capacity is what the device or the system says, limits of
+the process and what other programs hold included. Both must leave the room, and both be known.
+"""
 
 from __future__ import annotations
+
+from rematic.control.step_plan import ROOMY_FACTOR, StepDecision
 
 UPDATE_FACTOR = 8
 """Bytes that an update may take at most, over those of the parameters it changes.
@@ -33,3 +39,23 @@ def fits_update(
         return False
     limit_bytes = min(budget_bytes, capacity_bytes) * (1 - reserve)
     return in_use_bytes + UPDATE_FACTOR * parameter_bytes <= limit_bytes
+
+
+def has_spare_room(
+    decision: StepDecision, *, in_use_bytes: int | None, capacity_bytes: int | None, reserve: float
+) -> bool:
+    """Returns whether a step has so much room that nothing needs to be ready to give way in it.
+
+    Args:
+        decision: What was decided for the step, from its budget.
+        in_use_bytes: Bytes in use before it; None if the probe cannot tell.
+        capacity_bytes: Bytes that could be in use, by what the device or the system says; None if
+            not known.
+        reserve: Share of the capacity that stays free for what is not seen.
+    """
+    peak = decision.predicted_peak_bytes
+    if decision.limit_bytes is None or not decision.roomy:
+        return False
+    if peak is None or in_use_bytes is None or capacity_bytes is None:
+        return False
+    return in_use_bytes + ROOMY_FACTOR * (peak - in_use_bytes) <= capacity_bytes * (1 - reserve)
