@@ -29,6 +29,12 @@ from rematic.policy import Action, Plan
 REUSE_SHARE = 1.02
 """A plan is asked for again where there is so much more room than it was made for."""
 
+COMPARED_SHARE = 0.5
+"""Samples are compared with the model if they are at least so long, beside what is planned."""
+
+MIN_PROOFS = 3
+"""So many armed steps must go well before steps that come as near the budget are not armed."""
+
 Key: TypeAlias = tuple[int, tuple[Action | None, ...]]
 """Longest length of a bucket, and what rules give to each unit."""
 
@@ -85,6 +91,12 @@ class KindPlans:
     num_watched: int = 0
     """Steps that the model planned and that were watched."""
 
+    num_proofs: int = 0
+    """Armed steps that the model planned and that went without a failure, one after another."""
+
+    highest_bytes: int = 0
+    """The highest peak among them."""
+
     errors: ForecastErrors = field(default_factory=ForecastErrors)
     """How far predictions were off."""
 
@@ -93,18 +105,40 @@ class KindPlans:
     _keep_seconds: dict[int, float] = field(default_factory=dict)
     """On paper, by the longest length of a bucket."""
 
-    def take(self, profile: StepProfile, pace: Pace) -> None:
+    @property
+    def proven_bytes(self) -> int | None:
+        """Bytes in use that steps have had without running out; None while too few have."""
+        return self.highest_bytes if self.num_proofs >= MIN_PROOFS else None
+
+    def prove(self, peak_bytes: int, *, failed: bool) -> None:
+        """Takes note of whether an armed step ran out of memory.
+
+        Args:
+            peak_bytes: The highest bytes in use that were read.
+            failed: Whether an allocation failed: then everything is to be proven anew.
+        """
+        self.num_proofs = 0 if failed else self.num_proofs + 1
+        self.highest_bytes = 0 if failed else max(self.highest_bytes, peak_bytes)
+
+    def take(self, profile: StepProfile, pace: Pace, *, length: int) -> None:
         """Takes up a profile if it tells what the sample rose by.
+
+        A sample much shorter than the step in question is not asked: what it rose by is mostly
+        something else, and the first steps that are planned tell.
 
         Args:
             profile: What steps of the kind cost.
             pace: How fast the device is.
+            length: Tokens of the sequences that are to be planned.
 
         Raises:
             NotTraceableError: If it is not near.
         """
         assert self.sample is not None
         shape, rise_bytes = self.sample.shape, self.sample.rise_bytes
+        if shape.length < COMPARED_SHARE * length:
+            self.profile, self._pace = profile, pace
+            return
         costs = profile.costs_at(batch=shape.batch, length=shape.length, padded=shape.padded)
         predicted = rise_of(problem_of(costs, pace, given=self.sample.plan.actions))
         self.errors = self.errors.with_peak(

@@ -29,6 +29,8 @@ def kinds_to_plain(kinds: Mapping[StepKind, KindPlans]) -> list[dict[str, Any]]:
             },
             "num_samples": plans.num_samples,
             "num_watched": plans.num_watched,
+            "num_proofs": plans.num_proofs,
+            "highest_bytes": plans.highest_bytes,
             "is_refused": plans.is_refused,
             "sample": None if plans.sample is None else _sample_to_plain(plans.sample),
             "errors": _errors_to_plain(plans.errors),
@@ -47,6 +49,8 @@ def kinds_from_plain(plain: Iterable[Mapping[str, Any]]) -> dict[StepKind, KindP
         kinds[kind] = KindPlans(
             num_samples=one["num_samples"],
             num_watched=one["num_watched"],
+            num_proofs=one["num_proofs"],
+            highest_bytes=one["highest_bytes"],
             is_refused=one["is_refused"],
             sample=None if sample is None else _sample_from_plain(sample),
             errors=_errors_from_plain(one["errors"]),

@@ -39,6 +39,9 @@ MAX_KINDS = 6
 MAX_SAMPLES = 4
 """Steps that are watched for the sake of one kind until one of them was undisturbed."""
 
+UNARMED_SHARE = 0.02
+"""Share of the rise that stays free on top where steps are no longer armed."""
+
 MIN_WATCHED = 3
 """Steps planned by the model of a kind that are watched in any case."""
 
@@ -115,24 +118,38 @@ class ModelPlanner:
         if self._is_off:
             return decision
         if not control.is_pressed(decision, request):
+            if decision.watched:
+                self._open = self._sampled(decision, request, shape, batch)
             return self._with_keep_seconds(decision, shape, batch, request)
         kind = self._kind_of(shape, batch, request)
         if kind is None:
             return decision
-        question = _Question(
-            decision=decision,
-            request=request,
-            shape=shape,
-            kind=kind,
-            given=control.given_actions(
-                request, [unit.pinned is not None for unit in self._engine.units]
-            ),
-        )
+        question = self._question(decision, request, shape, kind)
         plans = self._kinds.setdefault(kind, KindPlans())
         self._open = self._answered(question, plans)
         decision = _timed(self._open.decision, plans, shape)
         self._open = replace(self._open, decision=decision)
         return decision
+
+    def _question(
+        self, decision: StepDecision, request: StepRequest, shape: BatchShape, kind: StepKind
+    ) -> _Question:
+        pinned = [unit.pinned is not None for unit in self._engine.units]
+        given = control.given_actions(request, pinned)
+        return _Question(decision=decision, request=request, shape=shape, kind=kind, given=given)
+
+    def _sampled(
+        self, decision: StepDecision, request: StepRequest, shape: BatchShape, batch: object
+    ) -> _Question | None:
+        """Makes a step that is watched anyway the sample of its kind, if that can be traced."""
+        try:
+            kind = self._read_kind(shape, batch, request)
+        except NotTraceableError:  # said when memory is short, and perhaps never
+            return None
+        plans = self._kinds.setdefault(kind, KindPlans())
+        if plans.profile is not None or plans.is_refused:
+            return None
+        return self._question(decision, request, shape, kind)
 
     def _with_keep_seconds(
         self, decision: StepDecision, shape: BatchShape, batch: object, request: StepRequest
@@ -143,6 +160,11 @@ class ModelPlanner:
         kind = self._kind_of(shape, batch, request)
         plans = None if kind is None else self._kinds.get(kind)
         return decision if plans is None else _timed(decision, plans, shape)
+
+    def note_loss(self) -> None:
+        """Takes note that a step ran out of memory: nothing counts as proven any more."""
+        for plans in self._kinds.values():
+            plans.prove(0, failed=True)
 
     def learn(
         self,
@@ -169,6 +191,8 @@ class ModelPlanner:
         watched = record.peak_source == "op ends"
         if asked.proposal is not None:
             plans.num_watched += watched
+            if record.armed:
+                plans.prove(peak, failed=record.op_retries + record.unit_retries > 0)
             if outcome.missing_bytes:  # it would have passed the limit by so much
                 peak = max(peak, (decision.limit_bytes or 0) + outcome.missing_bytes)
             plans.learn_peak(
@@ -191,14 +215,17 @@ class ModelPlanner:
 
     def _kind_of(self, shape: BatchShape, batch: object, request: StepRequest) -> StepKind | None:
         try:
-            self._refuse_what_no_trace_shows()
-            inputs = batch_inputs(batch)
-            if not self._kinds:  # asked once, and before a step is watched for the sake of it
-                transformers_model(self._model)
+            return self._read_kind(shape, batch, request)
         except NotTraceableError as error:
             self._is_off = True
             self._tell(str(error))
             return None
+
+    def _read_kind(self, shape: BatchShape, batch: object, request: StepRequest) -> StepKind:
+        self._refuse_what_no_trace_shows()
+        inputs = batch_inputs(batch)
+        if not self._kinds:  # asked once, and before a step is watched for the sake of it
+            transformers_model(self._model)
         return StepKind(
             batch=shape.batch,
             padded=shape.padded,
@@ -216,6 +243,9 @@ class ModelPlanner:
                 raise NotTraceableError(f"the unit {unit.name} is compiled")
 
     def _answered(self, question: _Question, plans: KindPlans) -> _Question:
+        num_traced = sum(known.profile is not None for known in self._kinds.values())
+        if plans.profile is None and num_traced >= MAX_KINDS and not plans.is_refused:
+            self._refuse(plans, f"{MAX_KINDS} kinds of batches were traced, and here is another")
         if plans.sample is None and not plans.is_refused:
             return self._watched(question, plans)
         if plans.profile is None and not plans.is_refused:
@@ -224,10 +254,6 @@ class ModelPlanner:
 
     def _watched(self, question: _Question, plans: KindPlans) -> _Question:
         """Lets the peak of a step be read exactly, for the model to be compared with it."""
-        num_traced = sum(known.profile is not None for known in self._kinds.values())
-        if num_traced >= MAX_KINDS:
-            self._refuse(plans, f"{MAX_KINDS} kinds of batches were traced, and here is another")
-            return question
         if plans.num_samples >= MAX_SAMPLES:
             self._refuse(plans, f"none of {MAX_SAMPLES} steps went without an eviction")
             return question
@@ -246,7 +272,7 @@ class ModelPlanner:
                 patterns=self._patterns,
             )
             _check_units(profile, self._engine)
-            plans.take(profile, pace_of(self._device))
+            plans.take(profile, pace_of(self._device), length=question.shape.length)
         except Exception as error:  # whatever it was, measurements will do
             self._refuse(plans, _said_by(error))
             return
@@ -264,6 +290,8 @@ class ModelPlanner:
     def _planned(self, question: _Question, plans: KindPlans) -> _Question:
         decision, request = question.decision, question.request
         reserve = plans.errors.reserve_share
+        if plans.proven_bytes is not None:  # below what was proven, without the retry at the op
+            reserve += UNARMED_SHARE
         try:
             proposal = plans.propose(
                 question.shape,
@@ -282,6 +310,7 @@ class ModelPlanner:
             proposal,
             reserve_share=reserve,
             watched=plans.num_watched < MIN_WATCHED,
+            proven_bytes=plans.proven_bytes,
         )
         return replace(question, decision=adopted, proposal=proposal)
 

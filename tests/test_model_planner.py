@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -15,6 +16,7 @@ import rematic
 from rematic import model_planner
 from rematic.control import Costs, audit
 from rematic.cost.devices import Device
+from rematic.kind_plans import KindPlans
 from rematic.memory import SimulatedProbe
 from rematic.policy import Recompute
 from rematic.recipes import MemoryConfig, PolicyConfig, Recipe, RecomputeConfig, RuleConfig
@@ -331,3 +333,47 @@ def test_the_planner_tells_how_long_keeping_everything_would_take(
     assert known[-1] / 3 < longer < 3 * known[-1]
     assert shorter < longer
     assert audit(training.journal.events).differences == ()
+
+
+def test_steps_are_not_armed_once_others_came_as_near_the_budget_unharmed(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training._step = functools.partial(_plain_step, training)  # type: ignore[method-assign]
+    training.train([64] * 12)
+    planned = _by_model(training)
+    armed = [record["armed"] for record in planned]
+    assert armed == [True] * 3 + [False] * (len(planned) - 3), "three proofs"
+    assert len(planned) >= 6
+    highest = max(record["peak_bytes"] for record in planned[:3])
+    assert all(record["predicted_peak_bytes"] <= highest for record in planned[3:])
+
+
+def _plain_step(training: Training, ids: torch.Tensor) -> torch.Tensor:
+    """Runs a step that only the retry at the op covers."""
+    with training.session.step(ids):
+        loss: torch.Tensor = training.model(ids, labels=ids).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def test_a_failure_takes_away_what_was_proven() -> None:
+    plans = KindPlans()
+    for peak in (100, 300, 200):
+        assert plans.proven_bytes is None
+        plans.prove(peak, failed=False)
+    assert plans.proven_bytes == 300
+    plans.prove(250, failed=True)
+    assert plans.proven_bytes is None
+    for _ in range(3):
+        plans.prove(150, failed=False)
+    assert plans.proven_bytes == 150
+
+
+def test_the_first_long_step_is_planned_by_the_model(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """The step that is watched anyway is the sample, however short."""
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training.train([16, 64, 64])
+    assert [record["planned_by"] for record in training.records][1:] == ["model"] * 2

@@ -345,7 +345,7 @@ def test_predictions_are_close_to_the_peaks(plain: tuple[Outcome, int], recomput
 def test_a_resumed_run_plans_as_the_first_one_did(
     plain: tuple[Outcome, int], recomputed: int, tmp_path: Any
 ) -> None:
-    budget = recomputed + int(0.4 * (plain[1] - recomputed))
+    budget = recomputed + int(0.5 * (plain[1] - recomputed))
     first = Training(budget, policy="planned")
     assert first.session is not None
     first.train([32, 64, 64])

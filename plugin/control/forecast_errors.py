@@ -19,6 +19,10 @@ QUANTILE = 0.95
 MIN_ERRORS_FOR_CREDIT = 8
 """Predictions that are too high are only believed to be so after so many errors."""
 
+FEW_ERRORS_SHARE = 0.03
+"""Least reserve until then: the highest of a few errors says little of how high they can be, and
+how much the allocator loses between blocks shows only as memory fills."""
+
 MOST_CREDIT = 0.1
 """Share by which a reserve may be negative, since predictions are too high throughout."""
 
@@ -55,11 +59,9 @@ class ForecastErrors:
     @property
     def reserve_share(self) -> float:
         """Share of a predicted rise that stays free on top of it, for what predictions miss."""
-        if not self.shares:
-            return 0.0
-        high = _quantile(self.shares, QUANTILE)
-        least = -MOST_CREDIT if len(self.shares) >= MIN_ERRORS_FOR_CREDIT else 0.0
-        return max(least, high)
+        few = len(self.shares) < MIN_ERRORS_FOR_CREDIT
+        least = FEW_ERRORS_SHARE if few else -MOST_CREDIT
+        return max(least, _quantile(self.shares, QUANTILE)) if self.shares else least
 
     @property
     def is_trusted(self) -> bool:

@@ -55,11 +55,13 @@ def adopt(
     *,
     reserve_share: float,
     watched: bool,
+    proven_bytes: int | None,
 ) -> StepDecision:
     """Returns the decision with the plan of the model in place of the measured one.
 
-    What keeps a step safe stays: a step that comes near the budget is armed, and one of a shape
-    that was never measured is armed and watched.
+    What keeps a step safe stays: a step that comes near the budget is armed until steps have come
+    as near without a failure, and one of a shape that was never measured is armed and watched.
+    (The mode of the retry is not free: under it autograd adds gradients out of place.)
 
     Args:
         decision: What was decided from measurements.
@@ -67,10 +69,15 @@ def adopt(
         proposal: The planner's plan.
         reserve_share: Share of the rise that was left free for errors of the model.
         watched: Whether memory is read after every op, to learn that error.
+        proven_bytes: As many bytes in use as steps like this one have had without running out;
+            None while that is not known.
     """
     assert request.in_use_bytes is not None
     peak = request.in_use_bytes + proposal.peak_bytes
-    is_near = peak > RISKY_SHARE * (request.budget_bytes or 0)
+    budget = request.budget_bytes or 0
+    is_near = peak > RISKY_SHARE * budget
+    if proven_bytes is not None and peak <= proven_bytes:
+        is_near = False
     actions = proposal.plan.counts()
     return replace(
         decision,

@@ -25,6 +25,9 @@ T = TypeVar("T")
 MAX_REMEMBERED = 16
 """Profiles that the process remembers; a model built again is not traced again."""
 
+STACK_BYTES = 2 * 2**20
+"""Stack of the thread that traces: the usual 8 MiB stay mapped and count where data are limited."""
+
 _remembered: OrderedDict[Hashable, StepProfile] = OrderedDict()
 
 
@@ -163,7 +166,11 @@ def _apart(work: Callable[[], T]) -> T:
     put_back = save_generators()
     try:
         thread = threading.Thread(target=run, name="rematic-trace", daemon=True)
-        thread.start()
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
         thread.join()
     finally:
         put_back()

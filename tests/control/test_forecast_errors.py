@@ -19,16 +19,17 @@ def _with(*shares: float) -> ForecastErrors:
 @pytest.mark.parametrize(
     ("shares", "reserve"),
     [
-        ((), 0.0),
-        ((0.02,), 0.02),
-        ((-0.05,), 0.0),
+        ((), 0.03),
+        ((0.02,), 0.03),
+        ((0.04,), 0.04),
+        ((-0.05,) * 7, 0.03),
         ((-0.05,) * 8, -0.05),
         ((-0.3,) * 8, -0.1),
         ((0.0,) * 19 + (0.5,), 0.0),
         ((0.0,) * 18 + (0.5, 0.5), 0.5),
         ((0.5,) + (0.01,) * 64, 0.01),
     ],
-    ids=["none", "one", "too-high-once", "too-high", "bounded", "rare", "frequent", "forgotten"],
+    ids=["none", "small", "one", "few", "too-high", "bounded", "rare", "frequent", "forgotten"],
 )
 def test_the_reserve_is_a_high_quantile_of_the_errors(
     shares: tuple[float, ...], reserve: float
