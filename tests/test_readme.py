@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -79,6 +79,41 @@ def test_lightning_trains_like_a_loop_without_rematic(
     loader: DataLoader[dict[str, torch.Tensor]] = DataLoader(causal_batches(), batch_size=None)
     exec(snippet("RecomputeStrategy"), {"module": module, "loader": loader})
     assert_trained_like_plain(module.model)
+
+
+@pytest.mark.parametrize("recipe", ["tiny-cpu", None])
+def test_accelerate_trains_like_a_loop_without_rematic(
+    recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if recipe is not None:
+        monkeypatch.setenv("REMATIC_RECIPE", recipe)
+    model = causal_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: DataLoader[dict[str, torch.Tensor]] = DataLoader(causal_batches(), batch_size=None)
+    names = {"model": model, "optimizer": optimizer, "loader": loader}
+    imports = "import rematic\nfrom accelerate import Accelerator"
+    exec(f"{imports}\n{snippet('from_config')}", names)
+    assert (names["plugin"].session is not None) is (recipe is not None)  # type: ignore[attr-defined]
+    names["plugin"].detach()  # type: ignore[attr-defined]
+    assert_trained_like_plain(model)
+
+
+def test_a_trainer_trains_like_one_without_rematic(tmp_path: Path) -> None:
+    rows = [{name: tensor[0] for name, tensor in batch.items()} for batch in causal_batches()]
+    states = []
+    for text in (snippet("attach_trainer"), "trainer.train()"):
+        model = causal_model()
+        args = TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=1
+        )
+        names = {"model": model, "args": args, "dataset": rows}
+        if "attach_trainer" not in text:
+            text = f"trainer = Trainer(model=model, args=args, train_dataset=dataset)\n{text}"
+        exec(f"import rematic\nfrom transformers import Trainer\n{text}", names)
+        states.append(model.state_dict())
+    first, second = states
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert not torch.equal(first["lm_head.weight"], causal_model().state_dict()["lm_head.weight"])
 
 
 def test_the_page_of_lightning_makes_trainers(
