@@ -18,6 +18,8 @@ from rematic.journal.parts import close_part, finish_closing
 PART_BYTES = 64 << 20
 """A file that is larger is closed, and a new one begun."""
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
 
 class JournalWriter:
     """Append-only writer of a journal.
@@ -96,9 +98,13 @@ class JournalWriter:
         for field in HEADER_FIELDS[:2]:
             if field in event:
                 raise JournalError(f"event {kind!r} sets {field!r}, which the writer sets itself")
-        plain = {key: _plain(value, where=f"{kind}.{key}") for key, value in event.items()}
-        stamped = {"schema": SCHEMA_VERSION, "time": round(self._clock(), 6), **plain}
-        return (json.dumps(stamped, separators=(",", ":"), allow_nan=False) + "\n").encode()
+        head = {"schema": SCHEMA_VERSION, "time": round(self._clock(), 6)}
+        try:
+            text = _ENCODER.encode({**head, **event})
+        except (TypeError, ValueError):  # what JSON lacks: looked at value by value
+            plain = {key: _plain(value, where=f"{kind}.{key}") for key, value in event.items()}
+            text = _ENCODER.encode({**head, **plain})
+        return (text + "\n").encode()
 
     def _append(self, line: bytes) -> int:
         """Writes a line and returns the size of the file."""
