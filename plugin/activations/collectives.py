@@ -63,6 +63,17 @@ def is_sharded_inside(module: nn.Module) -> bool:
     return any(part is not module and isinstance(part, FSDPModule) for part in module.modules())
 
 
+def obstacle_to_selective(unit: Unit) -> str | None:
+    """Returns why a unit cannot be replayed in part, None if it can."""
+    if unit.is_compiled:
+        return "it is compiled"
+    if unit.graphless:
+        return "its graph keeps what it does not save"
+    if unit.joint is not None and is_sharded_inside(unit.module):
+        return "a replay leaves out ops that gather what is sharded inside it"
+    return None
+
+
 def _is_wrapped_inside(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -165,7 +165,7 @@ def _rebuilt(
     room: str,
     instead: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
-    """Copies a cache with all that it is made of.
+    """Copies a cache with all that it is made of, each part once.
 
     Args:
         value: The cache, or a part of it.
@@ -173,34 +173,53 @@ def _rebuilt(
         room: The package whose objects are parts of the cache.
         instead: What to put in the place of parts, by their identity.
     """
-    if id(value) in instead:
-        return instead[id(value)]
+    return _rebuilt_part(value, leaf, room, dict(instead))
+
+
+def _rebuilt_part(
+    value: Any, leaf: Callable[[torch.Tensor], torch.Tensor], room: str, made: dict[int, Any]
+) -> Any:
+    if id(value) in made:
+        return made[id(value)]
     if isinstance(value, torch.Tensor):
         return leaf(value) if value.numel() else value
-    inside = functools.partial(_rebuilt, leaf=leaf, room=room, instead=instead)
-    if type(value) in (list, tuple):
-        return type(value)(map(inside, value))
+    inside = functools.partial(_rebuilt_part, leaf=leaf, room=room, made=made)
+    if type(value) is tuple:
+        return tuple(map(inside, value))
+    # entered before what is in it, which may point back (a layer to its cache)
+    if type(value) is list:
+        items: list[Any] = []
+        made[id(value)] = items
+        items.extend(map(inside, value))
+        return items
     if type(value) is dict:
-        return {key: inside(item) for key, item in value.items()}
+        entries: dict[Any, Any] = {}
+        made[id(value)] = entries
+        entries.update((key, inside(item)) for key, item in value.items())
+        return entries
     if not _is_part(value, room):
         return value
     rebuilt = copy.copy(value)
+    made[id(value)] = rebuilt
     for name, item in vars(value).items():
         rebuilt.__dict__[name] = inside(item)
     return rebuilt
 
 
 def _contents_of(value: Any, *, room: str) -> Iterator[tuple[Any, Any]]:
-    """Yields what a cache is made of: each list and dictionary with a copy of it."""
-    inside: Any = ()
-    if type(value) is list:
-        inside = value
-        yield value, list(value)
-    elif type(value) is tuple:
-        inside = value
-    elif type(value) is dict or _is_part(value, room):
-        home = value if type(value) is dict else vars(value)
-        inside = home.values()
-        yield home, dict(home)
-    for item in inside:
-        yield from _contents_of(item, room=room)
+    """Yields what a cache is made of: each list and dictionary once, with a copy of it."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if type(value) is list:
+            yield value, list(value)
+            waiting += value
+        elif type(value) is tuple:
+            waiting += value
+        elif type(value) is dict or _is_part(value, room):
+            home = value if type(value) is dict else vars(value)
+            yield home, dict(home)
+            waiting += home.values()

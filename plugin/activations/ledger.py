@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rematic.activations.harmless_writes import HarmlessWrites
 from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.notices import Notice
 from rematic.activations.record import Holder, Record
@@ -73,6 +74,8 @@ class Ledger:
         """Called with what is found out about a unit."""
         self.verdicts: dict[Hashable, Verdict] = {}
         """What the safety check found, by kind of unit."""
+        self.harmless_writes = HarmlessWrites()
+        """Which parameters were written to without being changed."""
         self.waiting = WaitingRecords()
         """Records of first calls that are let go when it is known what becomes of their inputs."""
         self.shared_inputs = SharedInputs()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rematic.activations.harmless_writes import HarmlessWrites, OwnWrites
 from rematic.activations.host_generators import HOST_GENERATORS, HostGenerator
 from rematic.activations.kept_values import (
     CLONED_BUFFER_BYTES,
@@ -44,6 +45,7 @@ class ParameterState:
     name: str
     tensor: torch.Tensor
     version: int
+    """Harmless writes not counted."""
     requires_grad: bool
 
 
@@ -86,10 +88,15 @@ class ModuleState:
         "objects",
         "parameters",
         "tensor_states",
+        "writes",
     )
 
     def __init__(
-        self, module: nn.Module, mutable: frozenset[str] | None, walk: ModuleWalk | None = None
+        self,
+        module: nn.Module,
+        mutable: frozenset[str] | None,
+        walk: ModuleWalk | None = None,
+        writes: OwnWrites | None = None,
     ) -> None:
         """Reads the state.
 
@@ -97,7 +104,9 @@ class ModuleState:
             module: The unit.
             mutable: Names of the tensors and objects that forward changes; None: all of them may.
             walk: What was remembered of its modules in the call before.
+            writes: What its forward is known to write to parameters without changing them.
         """
+        self.writes = OwnWrites(HarmlessWrites()) if writes is None else writes
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.children: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]] = []
         self.computed: list[ComputedState] = []
@@ -129,6 +138,10 @@ class ModuleState:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     self.parameters.append(_parameter_state(part._parameters, name, parameter))
+        if self.writes.of_all:
+            for parameter_state in self.parameters:
+                written = parameter_state.tensor
+                parameter_state.version = self.writes.of_all.version_of(written)
         self.objects = walk.objects.read(places, is_first=mutable is None) if places else []
 
     def _read_attributes(
@@ -203,8 +216,9 @@ class ModuleState:
 
     def changed_tensor(self) -> str | None:
         """Describes a parameter or uncloned buffer changed in place since forward, if any."""
+        present_version = self.writes.of_all.version_of if self.writes.of_all else version_of
         for parameter in self.parameters:
-            if version_of(parameter.tensor) != parameter.version:
+            if present_version(parameter.tensor) != parameter.version:
                 return f"parameter of shape {tuple(parameter.tensor.shape)}"
         for state in self.tensor_states:
             tensor = state.tensor

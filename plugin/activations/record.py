@@ -101,6 +101,7 @@ class Record:
         "position",
         "serial",
         "stash",
+        "trusted",
     )
 
     def __init__(
@@ -129,6 +130,8 @@ class Record:
         """Results of chosen ops that a replay need not compute again."""
         self.pinned: str | None = None
         """Why the record can never be evicted, None if it can."""
+        self.trusted = False
+        """Whether nobody has compared a replay with a forward, since the user vouches for it."""
         self.busy = False
         """Whether it is being replayed, when nothing may evict it."""
         self.num_replays = 0

@@ -17,6 +17,7 @@ from rematic.activations import torch_private
 from rematic.activations.ambient import applied
 from rematic.activations.kept_values import version_of
 from rematic.activations.record import STALE, Record, SlotMetadata
+from rematic.memory import is_out_of_memory
 
 _state = threading.local()
 
@@ -89,6 +90,18 @@ _ADVICE = (
 )
 
 
+_ADVICE_WHERE_TRUSTED = (
+    "As it is named by `policy.trust`, no replay of it was compared with its forward, and hooks "
+    "that return nothing were taken for observers and left out. Some gather weights or exchange "
+    "`param.data`: take the unit out of `policy.trust`, and its first call tells which hooks must "
+    "run again, or whether it has to be kept."
+)
+
+
+def _advice(record: Record) -> str:
+    return f"{_ADVICE} {_ADVICE_WHERE_TRUSTED}" if record.trusted else _ADVICE
+
+
 def save_again(tensor: torch.Tensor) -> None:
     """Takes the next slot of the replay that runs, as if autograd had saved the tensor."""
     _state.pack(tensor)
@@ -131,9 +144,15 @@ def replay(record: Record) -> None:
     except EveryHolderFilled:
         _fill(record, refill)
         return
+    except RuntimeError as error:
+        if not record.trusted or isinstance(error, ReplayError) or is_out_of_memory(error):
+            raise
+        raise ReplayError(
+            f"the replay of unit {record.name!r} fails: {str(error).rstrip('.')}. {_advice(record)}"
+        ) from error
     raise ReplayError(
         f"the replay of unit {record.name!r} saved {refill.num_slots} tensors where its "
-        f"forward saved {record.num_slots}. {_ADVICE}"
+        f"forward saved {record.num_slots}. {_advice(record)}"
     )
 
 
@@ -146,14 +165,14 @@ def check_slot(record: Record, index: int, tensor: torch.Tensor) -> None:
     if index >= record.num_slots:
         raise ReplayError(
             f"the replay of unit {record.name!r} saved more than the {record.num_slots} "
-            f"tensors its forward saved. {_ADVICE}"
+            f"tensors its forward saved. {_advice(record)}"
         )
     wanted = record.metadata_of(index)
     if wanted is not None and not wanted.fits(tensor):
         found = SlotMetadata(tensor.shape, tensor.dtype, tensor.device, None)
         raise ReplayError(
             f"the replay of unit {record.name!r} made another tensor at position "
-            f"{index}: forward saved {wanted}, the replay {found}. {_ADVICE}"
+            f"{index}: forward saved {wanted}, the replay {found}. {_advice(record)}"
         )
 
 
@@ -207,6 +226,7 @@ def as_in_forward(
             stack.enter_context(cache)
             yield record.arguments.rebuild()
     finally:
+        record.module_state.writes.settle(record.module_state.parameters)
         _state.depth, _state.counts_ops = _state.depth - 1, outer
         record.busy = False
 

@@ -17,10 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
 from rematic.activations.check_schedule import CheckSchedule
-from rematic.activations.collectives import is_sharded_inside, watching_collectives
+from rematic.activations.collectives import obstacle_to_selective, watching_collectives
 from rematic.activations.compiled import is_compiled
 from rematic.activations.functions_inside import host_generators_of
 from rematic.activations.graphless import GRAPH_IS_SHARED, Call, Parted, joined
+from rematic.activations.harmless_writes import OwnWrites
 from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.key_value_cache import FILLS_CACHE, CachesOfCall
 from rematic.activations.ledger import Ledger
@@ -43,6 +44,7 @@ from rematic.memory import LastTries, is_out_of_memory, requested_bytes
 from rematic.stash import Stash
 
 _log = logging.getLogger("rematic")
+_WRITES = "it writes to its parameters, and whether that changes them is not known yet"
 _FIRST_CALL = "whether it can be replayed is known only when its first call ends"
 
 
@@ -89,6 +91,7 @@ class Unit:
         """Whether its action is that of the policy, and so the same on all ranks."""
         self._observers = Observers()
         self._walk = ModuleWalk()
+        self._writes = OwnWrites(ledger.harmless_writes)
         self._reused_inputs = ReusedInputs()
         self._module = weakref.ref(module)
         # Names of the tensors and objects that forward changes, in training and in evaluation.
@@ -227,11 +230,14 @@ class Unit:
             call,
             name=self.name,
             position=self.position,
-            module_state=ModuleState(module, self._mutable.get(module.training), self._walk),
+            module_state=ModuleState(
+                module, self._mutable.get(module.training), self._walk, self._writes
+            ),
             held=held or filled_cache or self.pinned is not None,
             cache=self._cache(call),
             observers=self._observers,
         )
+        record.trusted = self.trusted
         if isinstance(body, RoutedBody):
             body.belong_to(record)
         if filled_cache:
@@ -247,13 +253,7 @@ class Unit:
     def _cache(self, call: Call) -> SelectiveCache | None:
         if self.selection is None or self.starts_held:
             return None
-        reason = None
-        if self.is_compiled:
-            reason = "it is compiled"
-        elif self.graphless:
-            reason = "its graph keeps what it does not save"
-        elif self.joint is not None and is_sharded_inside(self.module):
-            reason = "a replay leaves out ops that gather what is sharded inside it"
+        reason = obstacle_to_selective(self)
         if reason is not None:
             self.note_once(f"it is recomputed whole where it should be selective, since {reason}")
             return None
@@ -273,6 +273,7 @@ class Unit:
                     output = record.forward(*args, **kwargs)
         finally:
             recording_state.recording = False
+            self._writes.settle(record.module_state.parameters)
         record.forward_seconds = time.perf_counter() - start
         return output
 
@@ -286,11 +287,16 @@ class Unit:
             stack.enter_context(self._observers.watching(modules))
         if self._is_first_call and not self.is_compiled:
             stack.enter_context(watching_collectives(self))
+            if self._writes.awaits(self.module.training):
+                stack.enter_context(self._writes.watching(self.module.training))
         return stack
 
     def _close(self, record: Record, surroundings: Surroundings | None) -> None:
         first, awaited = self._is_first_call, self._awaits_check
-        if first:
+        parameters, training = record.module_state.parameters, self.module.training
+        if first and not self.is_compiled and self._writes.suspect(parameters, training):
+            record.pinned = _WRITES  # the next call is taken for the first, and watched
+        elif first:
             kinds = set(map(type, self.module.modules()))
             named = frozenset().union(*map(host_generators_of, kinds))
             self._mutable[self.module.training] = record.module_state.changed_names() | named
@@ -301,6 +307,8 @@ class Unit:
             record.pinned = self.joint
         if record.arguments.mutated_positions():
             self._pin(record, "it changes its input in place. Clone the input inside the unit")
+        elif first and record.pinned != _WRITES and self._writes.remain(parameters):
+            self._pin(record, "it changes its parameters in place")
         elif awaited and record.pinned is None:
             self._check_after(record, None if surroundings is None else surroundings.change())
         if record.cache is not None and not record.cache.is_usable():

@@ -188,6 +188,36 @@ def test_what_an_empty_cache_was_stands_for_it_and_a_filled_one_is_left() -> Non
     assert filled.is_filled
 
 
+class Layer:
+    """A layer of a cache that knows the cache, whose settings know themselves."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache, self.keys = cache, torch.ones(2)
+        self.options: dict[str, Any] = {}
+        self.options["options"] = self.options
+        self.steps: list[Any] = [self.options]
+        self.steps.append(self.steps)
+
+
+def test_caches_may_point_back_to_themselves() -> None:
+    cache: Any = Cache(0)
+    cache.layers = [Layer(cache), Layer(cache)]
+    call = ((cache,), {})
+    caches = CachesOfCall(nn.Linear(1, 1), call)
+    again: Any = caches.for_record(call)[0][0].made_again()
+    assert [layer.cache is again for layer in again.layers] == [True, True]
+    assert again is not cache
+    first, own = again.layers[0], cache.layers[0]
+    assert first.options["options"] is first.options is not own.options
+    assert first.steps[1] is first.steps is not own.steps
+    own.steps.append(3)
+    own.options["other"] = cache.extra = 1
+    caches.restore()
+    assert own.steps == [own.options, own.steps]
+    assert own.options.keys() == {"options"}
+    assert not hasattr(cache, "extra")
+
+
 def test_the_setting_of_the_model_is_left_alone_and_generation_uses_its_cache() -> None:
     """A model that trains under rematic generates as before, in between and after."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+import rematic
 from rematic.activations import Engine, ReplayError
 from rematic.policy import Plan, Recompute
 from tests.activations.families import FAMILIES, Family
@@ -126,6 +127,51 @@ def test_a_trusted_unit_is_not_checked() -> None:
     with pytest.raises(ReplayError, match="the replay of unit"):
         model(torch.randn(4, 6)).sum().backward()
     assert engine.ledger.verdicts == {}
+
+
+class Gathered(nn.Module):
+    """Has its weights only while its hooks lend them, as weights that are sharded or offloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        weight = self.inner.weight.data
+        nothing = torch.empty(0)
+
+        def gather(module: nn.Module, args: Any) -> None:
+            self.inner.weight.data = weight
+
+        def release(module: nn.Module, args: Any, output: Any) -> None:
+            self.inner.weight.data = nothing
+
+        self.inner.register_forward_pre_hook(gather)
+        self.inner.register_forward_hook(release)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(x).sin())
+
+
+class Raises(NumpyNoise):
+    """Runs once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if rematic.replaying():
+            raise RuntimeError("no second time")
+        return self.down(self.up(x).sin())
+
+
+def test_what_goes_wrong_where_it_is_trusted_is_told_with_the_remedy() -> None:
+    model, _ = recomputed(Gathered, trust=("*",))
+    with pytest.raises(
+        ReplayError, match=r"replay of unit '0\.1' .* take the unit out of `policy\.trust`"
+    ):
+        model(torch.randn(4, 6)).sum().backward()
+    model, _ = recomputed(Raises, trust=("*",))
+    with pytest.raises(ReplayError, match=r"'0\.1' fails: no second time\. .* `policy\.trust`"):
+        model(torch.randn(4, 6)).sum().backward()
+    model, engine = recomputed(Gathered)
+    model(torch.randn(4, 6)).sum().backward()
+    assert engine.ledger.counts.replays.total() == 2
 
 
 def test_trust_in_a_unit_that_does_not_exist_leaves_the_model_as_it_was() -> None:
