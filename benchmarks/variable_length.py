@@ -12,7 +12,8 @@ every second; the op list of torchtitan through torch's selective contexts; the 
 {keep, list, recompute} by torch's own means; the best fixed mix of rematic's op sets; and the best
 plan for each length, which no rival could know. The last three come from an exhaustive search over
 a table measured in the same run (seconds) and the traced bytes. A mix that does not survive the
-longest document for real is passed over for the best one that needs 1 % less. A document that runs
+longest document for real, or only since blocks under rematic's actions evict, is passed over for
+the best one that needs 1 % less; so are plans for a length, in steps of 2 %. A document that runs
 out of memory is counted as `lost`.
 
 Times are those of the processor (user and system), forward, backward and update: with one thread

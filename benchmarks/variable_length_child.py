@@ -136,6 +136,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
+    def num_evictions(self) -> int:
+        """Returns how often blocks have let go of something, or run again, to make room."""
+        if self._engine is None:
+            return 0
+        retries = sum(unit.num_retries for unit in self._engine.units)
+        return int(self._engine.ledger.counts.num_evictions) + retries
+
     def drop_step(self) -> None:
         """Forgets a step that ran out of memory."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -232,7 +239,9 @@ def serve(settings: Row, pipe: Connection) -> None:
                 return
             if asked["assignment"] is not None:
                 trainer.use(asked["assignment"])
+            evicted = trainer.num_evictions()
             row = run_document(trainer, asked["tokens"], heap)
+            row["evictions"] = trainer.num_evictions() - evicted
             if trainer.session is not None and not row["lost"]:
                 row |= _step_figures(trainer.session.last_step)
             pipe.send(row)

@@ -323,7 +323,7 @@ class StaticWay(Way):
         for percent in range(100, 50, -1):
             mixes = self._search.mixes(workload.lengths, longest=len(longest), room=percent / 100)
             self._assignment = next(mixes, None)
-            if self._assignment is not None and not self.run(longest)["lost"]:
+            if self._assignment is not None and _fits(self.run(longest)):
                 return self._assignment
         raise RuntimeError(f"no mix of {self.name} holds {len(longest)} tokens.")
 
@@ -336,19 +336,26 @@ class PerLengthWay(Way):
     def __init__(self, name: str, child: Child, search: Search) -> None:
         super().__init__(name, child, None)
         self._search = search
+        self._rooms: dict[int, float] = {}
 
     def run(self, document: bytes) -> State:
         """Trains one document; a plan that does not fit for real is passed over."""
-        room = 1.0
+        room = self._rooms.get(len(document), 1.0)
         while True:
             mixes = self._search.mixes([len(document)], longest=len(document), room=room)
             mix = next(mixes, None)
             if mix is None:
                 raise RuntimeError(f"no plan holds {len(document)} tokens.")
             row = self._child.run(document, mix)
-            if not row["lost"]:
+            if _fits(row):
+                self._rooms[len(document)] = room
                 return {**row, "room": room, "mix": mix}
             room -= 0.02
+
+
+def _fits(row: State) -> bool:
+    """Returns whether a plan went as it was made: where blocks evict it becomes another one."""
+    return not row["lost"] and not row["evictions"]
 
 
 def _list_choices() -> Choices:

@@ -42,7 +42,7 @@ MAX_SAMPLES = 4
 UNARMED_SHARE = 0.02
 """Share of the rise that stays free on top where steps are no longer armed."""
 
-MIN_WATCHED = 3
+MIN_WATCHED = 2
 """Steps planned by the model of a kind that are watched in any case."""
 
 

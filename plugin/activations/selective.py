@@ -34,6 +34,10 @@ class OpSelection:
         """The names, as they were given."""
         self._unit_name = unit_name
         self._names = [parse_op_name(written) for written in save]
+        self._by_op: dict[str, list[OpName]] = {}
+        for one in self._names:
+            for op in one.ops:
+                self._by_op.setdefault(op, []).append(one)
         self._asked_for = asked_for
         # By kind of call: how many ops a replay needs at most, so that none beyond is kept.
         self._num_needed: dict[CallKind, int] = {}
@@ -57,8 +61,8 @@ class OpSelection:
             call: Its positional and its keyword arguments.
             before: How often each op ran before it.
         """
-        name = func._schema.name
-        if not any(self._means(op, name, before) for op in self._names):
+        wanted = self._by_op.get(func._schema.name)
+        if wanted is None or not any(_is_next(op, before) for op in wanted):
             return False
         return not (is_random(func, *call) or _changes_or_views(func))
 
@@ -101,10 +105,10 @@ class OpSelection:
             )
         self._changed.add((func, number))
 
-    def _means(self, op: OpName, name: str, before: Counter[str]) -> bool:
-        if name not in op.ops:
-            return False
-        return op.occurrence is None or sum(before[n] for n in op.ops) == op.occurrence
+
+def _is_next(op: OpName, before: Counter[str]) -> bool:
+    """Returns whether the next call of one of these ops is the one that is named."""
+    return op.occurrence is None or sum(before[name] for name in op.ops) == op.occurrence
 
 
 class SelectiveCache:
