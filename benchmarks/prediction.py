@@ -1,6 +1,6 @@
 """How well a trace predicts the peak of a step: against the exact ledger and against the heap.
 
-    python benchmarks/prediction.py --json                     # all families, minutes
+    python benchmarks/prediction.py --json                     # all families, 15 minutes of a core
     python benchmarks/prediction.py --families llama,gpt2 --plans 3
 
 For each family, fine-tuning, length and padding a profile is traced with fake tensors at a few
@@ -12,7 +12,9 @@ the step began; errors are (predicted - measured) / measured.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import logging
 import random
 import statistics
 import sys
@@ -131,25 +133,30 @@ def plans(num_units: int, number: int, seed: int) -> list[list[Action]]:
 def rows(family: Family, tuning: str, *, number: int, heap: bool) -> Iterator[Row]:
     """Measures one family, with so many mixed plans for each shape."""
     model = build(family, tuning)
-    for padded in family.paddings:
-        for batch_size in family.batches:
-            settings = TraceSettings(
-                make_batch=family.batch,
-                actions=ACTIONS,
-                batch=batch_size,
-                padded=(padded,),
-                max_length=max(family.lengths),
-                on_accelerator=False,
-                **family.trace,
-            )
-            profile = trace_profile(model, settings)
-            steps = Steps(model, family.batch(batch_size, family.lengths[0], padded))
-            for length in family.lengths:
-                costs = profile.costs_at(batch=batch_size, length=length, padded=padded)
-                batch = family.batch(batch_size, length, padded)
-                for plan in plans(len(steps.engine.units), number, seed=length):
-                    yield _row(family.name, tuning, steps, costs, batch, plan, heap=heap)
-            steps.engine.detach()
+    for batch_size, padded in _kinds(family, tuning):
+        settings = TraceSettings(
+            make_batch=family.batch,
+            actions=ACTIONS,
+            batch=batch_size,
+            padded=(padded,),
+            max_length=max(family.lengths),
+            on_accelerator=False,
+            **family.trace,
+        )
+        profile = trace_profile(model, settings)
+        steps = Steps(model, family.batch(batch_size, family.lengths[0], padded))
+        for length in family.lengths:
+            costs = profile.costs_at(batch=batch_size, length=length, padded=padded)
+            batch = family.batch(batch_size, length, padded)
+            for plan in plans(len(steps.engine.units), number, seed=length):
+                yield _row(family.name, tuning, steps, costs, batch, plan, heap=heap)
+        steps.engine.detach()
+
+
+def _kinds(family: Family, tuning: str) -> list[tuple[int, bool]]:
+    """Returns batch sizes and whether batches are padded; with adapters the first and the last."""
+    kinds = list(itertools.product(family.batches, family.paddings))
+    return kinds if tuning == "full" else sorted({kinds[0], kinds[-1]})
 
 
 def _row(
@@ -184,7 +191,9 @@ def _row(
 
 
 def summary(found: Sequence[Row]) -> dict[str, object]:
-    """Returns medians and extremes of the absolute errors."""
+    """Returns medians and extremes of the absolute errors; nothing without rows."""
+    if not found:
+        return {}
     errors = [abs(row.error) for row in found]
     heap_errors = [abs(row.heap_error) for row in found if row.heap_error is not None]
     return {
@@ -199,10 +208,12 @@ def summary(found: Sequence[Row]) -> dict[str, object]:
 def main() -> None:
     """Measures and prints."""
     warnings.filterwarnings("ignore")
+    logging.getLogger("rematic").setLevel(logging.ERROR)
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     use_caching_malloc()
     found: list[Row] = []
+    apart: list[Row] = []
     by_family: dict[str, dict[str, object]] = {}
     for whole in FAMILIES:
         family = whole
@@ -216,14 +227,15 @@ def main() -> None:
                 continue
             new = list(rows(family, tuning, number=arguments.plans, heap=not arguments.no_heap))
             by_family[f"{family.name} {tuning}"] = summary(new)
-            found += new
-            if not arguments.json:
-                print(f"{family.name} {tuning}: {summary(new)}", flush=True)
-                for row in sorted(new, key=lambda row: -abs(row.error))[: arguments.worst]:
-                    print(f"  {row}")
-    result = {**summary(found), "families": by_family, "torch": torch.__version__}
+            (apart if family.apart else found).extend(new)
+            progress = sys.stderr if arguments.json else sys.stdout
+            print(f"{family.name} {tuning}: {summary(new)}", flush=True, file=progress)
+            for row in sorted(new, key=lambda row: -abs(row.error))[: arguments.worst]:
+                print(f"  {row}", file=progress)
+    result = {**summary(found), "apart": summary(apart), "families": by_family}
+    result["torch"] = torch.__version__
     if arguments.json:
-        result["rows"] = [asdict(row) for row in found]
+        result["rows"] = [asdict(row) for row in (*found, *apart)]
     print(json.dumps(result))
 
 

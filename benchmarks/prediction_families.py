@@ -21,13 +21,15 @@ class Family:
     build: Callable[[], nn.Module]
     batch: Callable[[int, int, bool], Batch]
     """From batch size, length and padding."""
-    lengths: tuple[int, ...] = (256, 400, 640, 1000)
+    lengths: tuple[int, ...] = (160, 256, 420, 700)
     batches: tuple[int, ...] = (1, 2)
     paddings: tuple[bool, ...] = (False, True)
     adapters: tuple[str, ...] = ()
     """Modules that LoRA adapts; none: full fine-tuning only."""
     trace: Mapping[str, object] = field(default_factory=dict)
     """More settings of the trace."""
+    apart: bool = False
+    """Whether its errors are told apart, since a prediction cannot know what decides them."""
 
 
 def _tokens(batch: int, length: int, padded: bool) -> Batch:
@@ -55,6 +57,27 @@ def _decoder(config: str, model: str, **changes: object) -> Callable[[], nn.Modu
     return lambda: getattr(transformers, model)(
         getattr(transformers, config)(**{**sizes, **changes})
     )
+
+
+def _mixtral(**changes: object) -> nn.Module:
+    return _decoder(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        use_cache=False,
+        output_router_logits=False,
+        **changes,
+    )()
+
+
+def _unbalanced(model: nn.Module) -> nn.Module:
+    """Sends every token to the same two of four experts: all are equally likely to its routers."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            nn.init.zeros_(parameter)
+    return model
 
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -157,7 +180,7 @@ FAMILIES = (
             )
         ),
         batch=_tokens,
-        lengths=(256, 320, 400, 520),
+        lengths=(160, 240, 320, 440),
         adapters=("q", "v"),
     ),
     Family(
@@ -179,19 +202,18 @@ FAMILIES = (
         paddings=(False,),
         adapters=("query", "value"),
     ),
+    Family(name="mixtral", build=_mixtral, batch=_tokens, adapters=("q_proj", "v_proj")),
     Family(
-        name="mixtral",
-        build=_decoder(
-            "MixtralConfig",
-            "MixtralForCausalLM",
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            use_cache=False,
-            output_router_logits=False,
-        ),
+        name="mixtral-unbalanced",
+        build=lambda: _unbalanced(_mixtral()),
         batch=_tokens,
-        adapters=("q_proj", "v_proj"),
+        apart=True,
+    ),
+    Family(
+        name="mixtral-loop-unbalanced",
+        build=lambda: _unbalanced(_mixtral(experts_implementation="eager")),
+        batch=_tokens,
+        apart=True,
     ),
 )
 """Every family."""

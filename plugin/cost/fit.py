@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 
 from rematic.cost.event_log import Interval
 from rematic.cost.op_log import LoggedOp
 from rematic.cost.polynomial import Envelope, Grid, Polynomial
-from rematic.cost.profile import ActionProfile, OpProfile, SurroundingsProfile, TiledOps
+from rematic.cost.profile import ActionProfile, OpProfile, Returns, SurroundingsProfile, TiledOps
 from rematic.cost.step_trace import AFTER, EMBEDDING, HEAD, StepTrace
 from rematic.cost.tiling import FEW_TILES, TiledEnvelope, Tiling
 from rematic.planner import OpCost
@@ -84,6 +85,23 @@ class Fit:
             cast=own_casts,
             late=late,
             offered=self._offered(slot),
+            returns=self._returns(slot),
+        )
+
+    def _returns(self, slot: int) -> tuple[Returns, ...]:
+        """Returns backward in parts, each until more of what came back is gone again."""
+        gone = self._traces[0].returned[slot]
+        if all(events is None for events in gone):
+            return ()
+        cuts = [0, *sorted({events for events in gone if events is not None})]
+        return tuple(
+            Returns(
+                gone=tuple(i for i, at in enumerate(gone) if at is not None and at <= start),
+                rise=Envelope.over(
+                    self._events(f"backward {slot}", plus=_ZERO, start=start, end=end)
+                ),
+            )
+            for start, end in zip_longest(cuts, cuts[1:])
         )
 
     def _offered(self, slot: int) -> tuple[tuple[Polynomial, bool], ...]:

@@ -25,6 +25,17 @@ class Moving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Returns:
+    """A part of a unit's backward, in which some of what it moved has come back and is gone."""
+
+    gone: tuple[int, ...]
+    """Positions of those storages among the ones that the unit offers to move."""
+
+    rise: Envelope
+    """How far it rises above the start of the whole backward, all of them having moved."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActionProfile:
     """The bytes of one action of one unit; most fields are those of `ActionBytes`."""
 
@@ -36,6 +47,8 @@ class ActionProfile:
     late: Polynomial = field(default_factory=lambda: Polynomial.constant(0))
     offered: tuple[tuple[Polynomial, bool], ...] = ()
     """Storages that the unit would move, and whether those of the traced steps were."""
+    returns: tuple[Returns, ...] = ()
+    """Backward in parts, for storages that are too small to move: they are freed in it."""
 
     def at(self, batch: int, length: int, moving: Moving) -> ActionBytes:
         """Returns the bytes at one shape.
@@ -45,16 +58,22 @@ class ActionProfile:
             length: Tokens of each.
             moving: How tensors move.
         """
-        moved, staying = 0, 0
+        moved, staying = 0, []
         for polynomial, was_moved in self.offered:
             num_bytes = polynomial(batch, length)
             is_moved = num_bytes >= moving.min_bytes
             moved += num_bytes if is_moved else 0
-            staying += num_bytes * (was_moved - is_moved)
+            staying.append(num_bytes * (was_moved - is_moved))
+        backward = self.backward(batch, length)
+        if any(staying) and self.returns and not moving.prefetches:
+            backward = max(
+                part.rise(batch, length) - sum(staying[i] for i in part.gone)
+                for part in self.returns
+            )
         return ActionBytes(
-            kept=self.kept(batch, length) + staying,
+            kept=self.kept(batch, length) + sum(staying),
             forward=self.forward(batch, length),
-            backward=self.backward(batch, length) + (moved if moving.prefetches else 0),
+            backward=max(0, backward) + (moved if moving.prefetches else 0),
             gradient=self.gradient(batch, length),
             moved=moved,
             cast=self.cast(batch, length),

@@ -173,10 +173,12 @@ def _action(
     """
     copied_out = Polynomial.constant(gathered.whole + 2 * group.whole)
     left = 0 if accumulates else group.gradient_part
+    more = group.whole + before.whole + after.gradient_buffer
     return replace(
         action,
         forward=Envelope((*action.forward.plus(2 * group.whole).candidates, copied_out)),
-        backward=action.backward.plus(group.whole + before.whole + after.gradient_buffer),
+        backward=action.backward.plus(more),
+        returns=tuple(replace(part, rise=part.rise.plus(more)) for part in action.returns),
         gradient=action.gradient + Polynomial.constant(left - group.gradient_whole),
     )
 

@@ -63,6 +63,10 @@ class StepTrace:
     offered: tuple[tuple[Offered, ...], ...]
     """Storages that each unit would move away, if they are large enough."""
 
+    returned: tuple[tuple[int | None, ...], ...]
+    """For each of them the number of events of the unit's backward before what came back of it was
+    gone again; None where nothing did, or where it was there to the end."""
+
     late_bytes: tuple[int, ...]
     """Bytes of each unit's input that it let go but that died after its forward, less those of
     others that died in its own: until then the variables of callers held them."""
@@ -217,6 +221,7 @@ class _Recorder:
         self._units: list[OpLog] = []
         self._replayed = [0] * self._num_units
         self._offered: list[tuple[Offered, ...]] = []
+        self._gone_at: dict[int, tuple[str, int]] = {}
         self._late = [0] * self._num_units
         self._inputs: dict[int, int] = {}
         self._weights = {id(storage) for storage in storages_of(list(parameters))}
@@ -233,6 +238,7 @@ class _Recorder:
         self.log.observer = self._observe
         self.log.on_death = self._note_death
         self._engine.ledger.after_forward = self._after_forward
+        self._places.on_return_death = self._note_return_death
         with ExitStack() as stack:
             stack.callback(self._stop)
             for unit in self._engine.units:
@@ -262,6 +268,10 @@ class _Recorder:
             num_replayed=tuple(self._replayed),
             around_ops=tuple(self._around.ops),
             offered=tuple(self._offered),
+            returned=tuple(
+                tuple(self._returned(unit, one.key) for one in offered)
+                for unit, offered in enumerate(self._offered)
+            ),
             late_bytes=tuple(self._late),
             cast_bytes=tuple(self._cast_bytes),
             num_before_uncast=self._num_before_uncast,
@@ -283,7 +293,7 @@ class _Recorder:
         self._running = None
 
     def _stop(self) -> None:
-        self.log.observer = self.log.on_death = None
+        self.log.observer = self.log.on_death = self._places.on_return_death = None
         self._engine.ledger.after_forward = None
 
     def _observe(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ANN401
@@ -304,6 +314,14 @@ class _Recorder:
             self._num_before_uncast = len(self.log.intervals[-1].live_bytes)
         if self._running is not None:
             self._running.note_death(key)
+
+    def _note_return_death(self, key: int) -> None:
+        interval = self.log.intervals[-1]
+        self._gone_at[key] = (interval.name, len(interval.live_bytes))
+
+    def _returned(self, unit: int, key: int) -> int | None:
+        interval, events = self._gone_at.get(key, ("", 0))
+        return events if interval == f"backward {unit}" else None
 
     def _note_cast(self, given: torch.Tensor, made: torch.Tensor) -> None:
         if id(given.untyped_storage()) in self._weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -30,6 +31,9 @@ _HALF_OR_FULL = (torch.float32, torch.float16, torch.bfloat16)
 class Offered(NamedTuple):
     """A storage that a unit offered to move."""
 
+    key: int
+    """Which one, among those that the unit offered."""
+
     num_bytes: int
     """Its size."""
 
@@ -50,6 +54,8 @@ class TracedPlaces:
         """Storages since the last reset."""
         self.min_bytes = MIN_BYTES
         """Size from which a storage is moved."""
+        self.on_return_death: Callable[[int], None] | None = None
+        """Is told the key of each storage that came back, when it dies."""
 
     def set_tokens(self, tokens: int) -> None:
         """Chooses what moves in a step of so many tokens.
@@ -62,7 +68,12 @@ class TracedPlaces:
     def note(self, tensors: Sequence[torch.Tensor]) -> None:
         """Takes down what a unit offers."""
         sizes = {id(s): s.nbytes() for s in storages_of(tuple(tensors))}
-        self.offered += [Offered(size, size >= self.min_bytes) for size in sizes.values()]
+        self.offered += [Offered(k, size, size >= self.min_bytes) for k, size in sizes.items()]
+
+    def note_return_death(self, key: int) -> None:
+        """Takes note that a storage which had come back is gone."""
+        if self.on_return_death is not None:
+            self.on_return_death(key)
 
     def of(self, action: Action) -> TracedStash | None:
         """Returns where `action` moves tensors, None if it moves none."""
@@ -99,7 +110,7 @@ class TracedStash:
                 handles.append(None)
                 continue
             if id(storage) not in blocks:
-                blocks[id(storage)] = self._block(storage.nbytes(), tensor.dtype)
+                blocks[id(storage)] = self._block(storage, tensor.dtype)
             handles.append(_TracedHandle(blocks[id(storage)], tensor))
         return handles
 
@@ -107,9 +118,11 @@ class TracedStash:
         is_large = tensor.untyped_storage().nbytes() >= self._places.min_bytes
         return is_large and (not self.lossy or tensor.dtype in _HALF_OR_FULL)
 
-    def _block(self, num_bytes: int, dtype: torch.dtype) -> _Block:
+    def _block(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> _Block:
+        num_bytes = storage.nbytes()
         if not self.lossy:
-            return _Block(num_bytes, None, takes_memory=self._places.takes_memory)
+            gone = functools.partial(self._places.note_return_death, id(storage))
+            return _Block(num_bytes, None, takes_memory=self._places.takes_memory, gone=gone)
         elements = num_bytes // dtype.itemsize
         scales = -(-elements // _BLOCK_ELEMENTS) * _SCALE_BYTES
         return _Block(num_bytes, torch.empty(elements + scales, dtype=torch.uint8))
@@ -125,9 +138,15 @@ class _Block:
     """The bytes of one storage, and what is held of them on the device (codes and scales)."""
 
     def __init__(
-        self, num_bytes: int, codes: torch.Tensor | None, *, takes_memory: bool = True
+        self,
+        num_bytes: int,
+        codes: torch.Tensor | None,
+        *,
+        takes_memory: bool = True,
+        gone: Callable[[], None] | None = None,
     ) -> None:
         self.num_bytes = num_bytes
+        self._gone = gone
         self._takes_memory = takes_memory
         self._codes = codes
         self._loaded: Callable[[], torch.UntypedStorage | None] = _nothing
@@ -143,6 +162,8 @@ class _Block:
                 base = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
             storage = base.untyped_storage()
             self._loaded = weakref.ref(storage)
+            if self._gone is not None:  # the block itself may be gone before what came back of it
+                weakref.finalize(storage, self._gone).atexit = False
         return storage
 
 

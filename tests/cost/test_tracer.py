@@ -38,13 +38,23 @@ def test_predicted_peaks_are_those_of_the_ledger(model, profile):
     step = RealStep(model, language_model_batch(1, 24, False))
     mixed = ([R, K, S, R, K], [K, O, X, S, R], [X, R, R, R, K], [X, K, S, O, K])
     plans = ([K] * 5, [R] * 5, [S] * 5, [X] * 5, [O] * 5, *mixed)
-    for length in (40, 700):  # at 40 tokens tensors are too small to move
+    for length in (40, 400, 700):  # at 40 tokens all tensors are too small to move, at 400 some
         costs = profile.costs_at(batch=1, length=length)
         batch = language_model_batch(1, length, False)
         for actions in plans:
             peak = predicted_peak(costs, actions)
             assert peak.total - peak.fixed == step.peak_bytes(batch, actions), (length, actions)
     step.engine.detach()
+
+
+def test_what_came_back_is_gone_when_the_backward_of_its_unit_has_ended(profile):
+    for unit in profile.pieces[0].units[:-1]:  # (what the last one moved lives to its very end)
+        offload = dict(unit.actions)["offload"]
+        taken = {i for i, (_, is_taken) in enumerate(offload.offered) if is_taken}
+        gone = [set(part.gone) for part in offload.returns]
+        assert gone == sorted(gone, key=len)
+        assert gone[0] == set()
+        assert gone[-1] == taken
 
 
 def test_inputs_that_all_blocks_of_a_stack_share_are_in_predicted_peaks():
