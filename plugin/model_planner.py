@@ -40,7 +40,7 @@ MAX_SAMPLES = 4
 """Steps that are watched for the sake of one kind until one of them was undisturbed."""
 
 UNARMED_SHARE = 0.02
-"""Share of the rise that stays free on top where steps are no longer armed."""
+"""Share of the rise by which steps that are not armed stay below what armed ones reached."""
 
 MIN_WATCHED = 2
 """Steps planned by the model of a kind that are watched in any case."""
@@ -290,13 +290,16 @@ class ModelPlanner:
     def _planned(self, question: _Question, plans: KindPlans) -> _Question:
         decision, request = question.decision, question.request
         reserve = plans.errors.reserve_share
-        if plans.proven_bytes is not None:  # below what was proven, without the retry at the op
-            reserve += UNARMED_SHARE
+        room = int(control.room_bytes(decision, request) / (1 + reserve))
+        if plans.proven_bytes is not None:  # less than what was proven, and not armed
+            assert request.in_use_bytes is not None
+            proven = int((plans.proven_bytes - request.in_use_bytes) / (1 + UNARMED_SHARE))
+            room = min(room, proven)
         try:
             proposal = plans.propose(
                 question.shape,
                 question.given,
-                room_bytes=int(control.room_bytes(decision, request) / (1 + reserve)),
+                room_bytes=room,
                 allowed=("keep", "selective", "recompute", *(a.name for a in self._moving)),
             )
         except ValueError as error:  # an action of a rule that was not traced, or a shape

@@ -12,12 +12,14 @@ from rematic.activations import Engine, Eviction, OpRetry, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
 from rematic.control import History, StepDecision, StepOutcome, kept_key
-from rematic.memory import LastTries, MemorySnapshot, Probe
+from rematic.memory import LastTries, MemorySnapshot, Probe, is_out_of_memory
 from rematic.policy import Keep, Selective
 from rematic.step_record import StepRecord
 
 _LAST_TRIES = 2
 """Ops of one step that are tried again although no record gave way."""
+ROOM_TRIED_SHARE = 32
+"""Of what the rest of a step takes, so small a part is tried beyond it."""
 SURPRISING_SHARE = 1.1
 """A step that uses more than this share of what was predicted for it is a surprise."""
 
@@ -189,13 +191,31 @@ class OpenStep:
         if in_use is None or limit is None:
             return
         if self.decision.rise_after_bytes is not None:
-            self._evict_excess(in_use + self.decision.rise_after_bytes[record.position] - limit)
+            rise = self.decision.rise_after_bytes[record.position]
+            self._evict_excess(in_use + rise - limit)
+            if not self.armed and record.position == len(self._engine.units) - 1:
+                self._try_room(rise)
             return
         # What the step needs is beside what was there before and what records hold: inputs of units
         # and the like are in it already, and would count twice on top of the bytes in use.
         held = sum(self.meter.kept.values()) - self._counts.since()["evicted_bytes"]
         needed = self.decision.needed_after_bytes[record.position]
         self._evict_excess(max(in_use, (self.meter.before_bytes or 0) + held + needed) - limit)
+
+    def _try_room(self, rise: int) -> None:
+        """Evicts until what the rest of the step takes can be had in one piece.
+
+        Backward begins next, where nothing answers a failure unless the step is armed. On a host
+        the try is a mapping that nobody touches; a GPU's allocator would keep the block.
+        """
+        if self._probe.kind != "host":
+            return
+        beyond = rise // ROOM_TRIED_SHARE
+        while not _can_allocate(rise + beyond):
+            eviction = self._engine.ledger.evict(1)
+            if not eviction.bytes_freed:
+                return
+            self._note_eviction(beyond, eviction)
 
     def _evict_excess(self, excess: int) -> None:
         if excess <= 0:
@@ -235,6 +255,16 @@ class OpenStep:
                 "reason": "what is held and what the rest of the step needs pass the limit",
             }
         )
+
+
+def _can_allocate(num_bytes: int) -> bool:
+    try:
+        torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _let_it_fail(num_bytes: int, where: str) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rematic
-from rematic import model_planner
+from rematic import model_planner, open_step
 from rematic.control import Costs, audit
 from rematic.cost.devices import Device
 from rematic.kind_plans import KindPlans
@@ -346,7 +346,31 @@ def test_steps_are_not_armed_once_others_came_as_near_the_budget_unharmed(
     assert armed == [True] * 3 + [False] * (len(planned) - 3), "three proofs"
     assert len(planned) >= 6
     highest = max(record["peak_bytes"] for record in planned[:3])
-    assert all(record["predicted_peak_bytes"] <= highest for record in planned[3:])
+    before = [record["before"]["allocated_bytes"] for record in planned]
+    for record, used in zip(planned[3:], before[3:], strict=True):
+        assert (record["predicted_peak_bytes"] - used) * 1.02 <= highest - used
+
+
+def test_a_step_that_is_not_armed_tries_the_room_that_it_will_take(
+    plain: tuple[Outcome, int], recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, tried, answers = [16] + [64] * 7, [], [False, False, True, True, True, True, True]
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    monkeypatch.setattr(training.probe, "kind", "host", raising=False)
+    training._step = functools.partial(_plain_step, training)  # type: ignore[method-assign]
+
+    def can_allocate(num_bytes: int) -> bool:
+        tried.append(num_bytes)
+        return answers[len(tried) - 1]
+
+    monkeypatch.setattr(open_step, "_can_allocate", can_allocate)
+    outcome = training.train(lengths)
+    assert differences(outcome, Training().train(lengths)) == []
+    unarmed = [r for r in _by_model(training) if not r["armed"]]
+    assert unarmed[0]["evictions"] == 2, "one for each try that failed"
+    assert all(record["evictions"] == 0 for record in unarmed[1:])
+    assert len(tried) == len(unarmed) + 2
+    assert min(tried) > 0
 
 
 def _plain_step(training: Training, ids: torch.Tensor) -> torch.Tensor:
