@@ -2,7 +2,8 @@
 
 Plain autograd allows that where the unit saves nothing of its input. A replay needs the input as it
 was, so records of such units that start evicted hold copies. A unit is found out by its first
-record, which is let go only when the next unit is called, or backward begins.
+record, which is let go only when a unit is called with another input, or backward begins. (Units
+side by side have one input: `x += attention(x) + mlp(x)`.)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from rematic.activations.nested import iter_leaves, map_leaves
 from rematic.activations.record import Record
+from rematic.activations.torch_private import storage_key
 
 INPUT_IS_REUSED = (
     "its input is changed in place after its call (`x += block(x)`): this call stays in memory, "
@@ -63,10 +65,28 @@ class WaitingRecords:
         """Lets `settle` be called with the record when something is known, if it is still there."""
         self._waiting.append((weakref.ref(record), settle))
 
-    def settle(self) -> None:
-        """Calls what waits."""
+    def settle(self, before: Call | None = None) -> None:
+        """Calls what waits.
+
+        Args:
+            before: The call that comes next, if it is one: records whose input it is given too wait
+                on, as that may be changed after it.
+        """
+        if not self._waiting:
+            return
+        given = set[int | None]() if before is None else set(map(storage_key, iter_leaves(before)))
         waiting, self._waiting = self._waiting, []
         for ref, settle in waiting:
             record = ref()
-            if record is not None:
+            if record is None:
+                continue
+            if _waits_on(record, given):
+                self._waiting.append((ref, settle))
+            else:
                 settle(record)
+
+
+def _waits_on(record: Record, given: set[int | None]) -> bool:
+    inputs = record.arguments.aliases()[:1]  # what comes after it (masks) many units are given
+    is_given = bool(inputs) and storage_key(inputs[0]) in given
+    return is_given and not record.arguments.mutated_positions()

@@ -146,7 +146,7 @@ class Unit:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, in slices if that is its action."""
-        self.ledger.waiting.settle()
+        self.ledger.waiting.settle((args, kwargs))
         if self.stands_aside and not self._is_first_call and not self._awaits_check:
             self.num_forwards += 1
             return self.original(*args, **kwargs)

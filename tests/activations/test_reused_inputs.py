@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -28,17 +29,61 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.up(self.drop(x * 2)))) * scale
 
 
+Form: TypeAlias = Callable[[nn.ModuleList, torch.Tensor, torch.Tensor], None]
+
+
+def _in_turn(blocks: nn.ModuleList, x: torch.Tensor, scale: torch.Tensor) -> None:
+    for block in blocks:
+        x += block(x, scale)
+
+
+def _side_by_side(blocks: nn.ModuleList, x: torch.Tensor, scale: torch.Tensor) -> None:
+    first, second = blocks[0](x, scale), blocks[1](x, scale)
+    x += first
+    x += second
+    x += blocks[2](x, scale)
+
+
+def _all_at_last(blocks: nn.ModuleList, x: torch.Tensor, scale: torch.Tensor) -> None:
+    for output in [block(x, scale) for block in blocks]:
+        x += output
+
+
+def _views(blocks: nn.ModuleList, x: torch.Tensor, scale: torch.Tensor) -> None:
+    for block in blocks:
+        x += block(x.view(2, 2, 8), scale).view(4, 8)
+
+
+def _a_part(blocks: nn.ModuleList, x: torch.Tensor, scale: torch.Tensor) -> None:
+    for block in blocks:
+        x[:2] += block(x[:2], scale)
+
+
+def _transposed(blocks: nn.ModuleList, x: torch.Tensor, scale: torch.Tensor) -> None:
+    for block in blocks:
+        x.t().add_(block(x, scale).t())
+
+
+def _detached(blocks: nn.ModuleList, x: torch.Tensor, scale: torch.Tensor) -> None:
+    for block in blocks:
+        output = block(x, scale)
+        x.detach().mul_(0.5)
+        x += output
+
+
+FORMS = (_in_turn, _side_by_side, _all_at_last, _views, _a_part, _transposed, _detached)
+
+
 class Residual(nn.Module):
-    def __init__(self, shared: bool) -> None:
+    def __init__(self, shared: bool, form: Form = _in_turn) -> None:
         super().__init__()
+        self.form = form
         blocks = [Block() for _ in range(3)]
         self.blocks = nn.ModuleList([blocks[0]] * 3 if shared else blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
-        scale = torch.ones(8)
-        for block in self.blocks:
-            x += block(x, scale)
+        self.form(self.blocks, x, torch.ones(8))
         return x
 
 
@@ -71,6 +116,24 @@ def test_an_input_that_is_changed_after_the_call(
     # in the first step what saw the change is kept; each later step replays each call
     first = 2 if shared else 0
     assert engine.ledger.counts.replays.total() == (6 + first if starts_evicted else 0)
+    engine.detach()
+
+
+@pytest.mark.parametrize("form", FORMS[1:], ids=lambda form: form.__name__.strip("_"))
+@pytest.mark.parametrize("action", [Recompute(), RecomputeOffload()], ids=lambda a: a.name)
+def test_every_form_of_it(form: Form, action: Any, tmp_path: Any) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Residual(False, form).train()
+
+    wanted = step(make())
+    model = make()
+    engine = Engine(model, ["blocks.*"], scratch_dir=tmp_path)
+    engine.apply(Plan(actions=(action,) * 3))
+    for _ in range(3):
+        model.zero_grad()
+        assert differences(step(model), wanted) == []
+    assert engine.ledger.counts.replays.total() == 6
     engine.detach()
 
 
