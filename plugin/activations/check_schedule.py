@@ -29,6 +29,12 @@ class CheckSchedule:
             self.forget(training)
             self._surveyed.discard(training)
 
+    def look_again(self, training: bool) -> None:
+        """Has the next call surveyed, since this one changed something that lies outside."""
+        self.forget(training)
+        self._surveyed.discard(training)
+        self._looked_at = self._num_calls
+
     def forget(self, training: bool) -> None:
         """Lets the calls in this mode show again that they can be replayed."""
         self._passed.discard(training)

@@ -6,7 +6,7 @@ import random
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,21 +17,32 @@ MAX_CALLS = 2
 """How many functions deep the globals are followed."""
 
 
-def class_attributes(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yields name and value of what a class and its bases below `nn.Module` hold, but methods."""
+class Place(NamedTuple):
+    """Where a value stands that methods of a class reach by name."""
+
+    label: str
+    """What to call it."""
+    home: Any
+    """The class whose attribute it is, or the globals of a module."""
+    name: str
+    """Its name there."""
+
+
+def attribute_places(kind: type) -> Iterator[Place]:
+    """Yields where a class and its bases below `nn.Module` hold values, but methods."""
     for base in _own_bases(kind):
         for name, value in vars(base).items():
             if not name.startswith("__") and not callable(value) and not _is_descriptor(value):
-                yield f"{base.__name__}.{name}", value
+                yield Place(f"{base.__name__}.{name}", base, name)
 
 
-def globals_of(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yields name and value of globals that the methods of a class name and that can change."""
+def global_places(kind: type) -> Iterator[Place]:
+    """Yields where the globals stand that the methods of a class name and that can change."""
     for function in _functions_of(kind):
         for name in _names(function.__code__):
-            value = function.__globals__.get(name)
-            if _can_change(value, function):
-                yield f"global {function.__module__}.{name}", value
+            if _can_change(function.__globals__.get(name), function):
+                label = f"global {function.__module__}.{name}"
+                yield Place(label, function.__globals__, name)
 
 
 def asks_whether_replayed(kind: type) -> bool:

@@ -86,6 +86,7 @@ class ModuleState:
         "containers",
         "generators",
         "objects",
+        "outside",
         "parameters",
         "tensor_states",
         "writes",
@@ -143,6 +144,7 @@ class ModuleState:
                 written = parameter_state.tensor
                 parameter_state.version = self.writes.of_all.version_of(written)
         self.objects = walk.objects.read(places, is_first=mutable is None) if places else []
+        self.outside = walk.outside.read() if walk.outside else None
 
     def _read_attributes(
         self, part: nn.Module, prefix: str, mutable: frozenset[str] | None
@@ -198,6 +200,10 @@ class ModuleState:
             held.note_change()
             held.leave_graph()
 
+    def changed_outside(self) -> bool:
+        """Returns whether something outside of the modules is not as it was before the call."""
+        return self.outside is not None and self.outside.change() is not None
+
     def inner_modules(self) -> list[nn.Module]:
         """Returns the modules inside the unit; the hooks of the unit itself never see a replay."""
         return [part for part, _ in self.attributes[1:]]
@@ -231,10 +237,13 @@ class ModuleState:
             name = held.changed_tensor()
             if name is not None:
                 return f"tensor {name!r}"
-        return None
+        name = None if self.outside is None else self.outside.changed_tensor()
+        return None if name is None else f"tensor {name!r}"
 
     def restore(self) -> None:
         """Puts values, not copies of them, back after a failed forward that will run again."""
+        if self.outside is not None:
+            self.outside.restore()
         for module, values in self.attributes:
             restore_plain(module, values)
         for kept in self.containers:
@@ -270,7 +279,8 @@ class ModuleState:
             for state in self.tensor_states:
                 shown = state.tensor if state.clone is None else state.clone.clone()
                 state.home[state.name] = shown
-            yield
+            with contextlib.nullcontext() if self.outside is None else self.outside.shown():
+                yield
         finally:
             for parameter in frozen:
                 parameter.tensor.requires_grad_(not parameter.requires_grad)

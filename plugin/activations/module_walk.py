@@ -12,6 +12,7 @@ from torch import nn
 
 from rematic.activations.kept_values import CONTAINERS, is_plain_object
 from rematic.activations.object_state import ObjectWatch
+from rematic.activations.outside_state import OutsideWatch
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 """Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
@@ -81,6 +82,8 @@ class ModuleWalk:
         self._inner: list[nn.Module] = []
         self.objects = ObjectWatch()
         """What is remembered of the objects that stand on them."""
+        self.outside: OutsideWatch | None = None
+        """What is read outside of them before each call, None before it is known."""
 
     def through(self, root: nn.Module, *, anew: bool) -> Iterator[tuple[Part, nn.Module]]:
         """Yields each module with what is remembered of it.

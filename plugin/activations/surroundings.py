@@ -20,9 +20,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from rematic.activations.functions_inside import asks_whether_replayed, class_attributes, globals_of
+from rematic.activations.functions_inside import (
+    Place,
+    asks_whether_replayed,
+    attribute_places,
+    global_places,
+)
 from rematic.activations.kept_values import CONTAINERS, is_plain_object, version_of
 from rematic.activations.module_walk import OF_EVERY_MODULE
+from rematic.activations.outside_state import OutsideWatch
 
 MAX_VALUES = 20_000
 """Values that are looked at; what lies beyond is taken for unchanged."""
@@ -60,6 +66,7 @@ class Surroundings:
         self._module = module
         self._call = call
         self._left_out = left_out
+        self._places: list[Place] = []
         self._before = self._read()
 
     def change(self) -> str | None:
@@ -77,6 +84,15 @@ class Surroundings:
             elif before[1] != token:
                 return name
         return next((name for name in self._before if name not in now), None)
+
+    def watch(self) -> OutsideWatch:
+        """Returns what reads before each later call what was found, arguments left out."""
+        values = [
+            (label, value)
+            for label, (value, _) in self._before.items()
+            if not label.startswith("argument ")
+        ]
+        return OutsideWatch(self._places, values)
 
     def _read(self) -> dict[str, tuple[Value, Value]]:
         found: dict[str, tuple[Value, Value]] = {}
@@ -110,9 +126,15 @@ class Surroundings:
             for key, value in part.__dict__.items():
                 if key not in OF_EVERY_MODULE:
                     yield from _not_restored(f"attribute {f'{path}.{key}'.lstrip('.')!r}", value)
-        for kind in kinds:
-            yield from class_attributes(kind)
-            yield from globals_of(kind)
+        self._places = [place for kind in kinds for place in _places_of(kind)]
+        for place in self._places:
+            home = place.home if isinstance(place.home, dict) else vars(place.home)
+            yield place.label, home.get(place.name)
+
+
+def _places_of(kind: type) -> Iterator[Place]:
+    yield from attribute_places(kind)
+    yield from global_places(kind)
 
 
 def _may_count(value: Value) -> bool:

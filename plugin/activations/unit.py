@@ -310,7 +310,9 @@ class Unit:
         elif first and record.pinned != _WRITES and self._writes.remain(parameters):
             self._pin(record, "it changes its parameters in place")
         elif awaited and record.pinned is None:
-            self._check_after(record, None if surroundings is None else surroundings.change())
+            self._check_after(record, surroundings)
+        elif record.module_state.changed_outside():
+            self._schedule.look_again(training)
         if record.cache is not None and not record.cache.is_usable():
             record.cache = None
         if self.ledger.after_forward is not None:
@@ -355,8 +357,11 @@ class Unit:
         routers = () if self.routing is None else self.routing.modules()
         return Surroundings(self.module, call, left_out=routers)
 
-    def _check_after(self, record: Record, changed: str | None) -> None:
+    def _check_after(self, record: Record, surroundings: Surroundings | None) -> None:
         """Checks a unit that changed nothing outside of itself, or not for the second time."""
+        changed = None if surroundings is None else surroundings.change()
+        if surroundings is not None:
+            self._walk.outside = surroundings.watch()
         training, unseen = self.module.training, self._schedule.unseen()
         if changed is None or not record.num_slots:
             self._schedule.found_nothing(training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rematic.activations import Engine, ReplayError
+from rematic.activations import Engine, ReplayError, outside_state
 from rematic.activations.kept_values import CLONED_BUFFER_BYTES
 from rematic.activations.object_state import ObjectWatch
 from rematic.policy import Keep, Plan, Recompute
@@ -136,11 +136,13 @@ def build(change: Callable[[Any], object]) -> nn.Module:
     return nn.Sequential(nn.Sequential(Late(change), Late(change)))
 
 
-def steps(model: nn.Module, evict: Callable[[], object] = lambda: None) -> list[Outcome]:
-    """Two micro-batches in flight at once, thrice: one that changes nothing, and one that does."""
+def steps(
+    model: nn.Module, evict: Callable[[], object] = lambda: None, *, number: int = 3
+) -> list[Outcome]:
+    """Two micro-batches in flight at once: at first one that changes nothing, and one that does."""
     torch.manual_seed(1)
     found = []
-    for _ in range(3):
+    for _ in range(number):
         losses = [model(torch.randn(4, 6)).square().sum() for _ in range(2)]
         evict()
         for loss in reversed(losses):
@@ -217,26 +219,105 @@ def test_an_object_that_stands_is_not_read_again_for_the_objects_inside_of_it() 
 
 
 _elsewhere = {"scale": 1.0}
+_numbers = [1.0]
+_number = 1.0
+_named: set[str] = set()
+FIRST_OUTSIDE = 6
+"""The call that is the first to change what lies outside, after those that are looked at."""
 
 
-class ChangesElsewhere(Late):
-    """Changes what no replay puts back, from a call on that no check of the first calls saw."""
+class Elsewhere(Late):
+    """Computes with what no module holds, and changes a part of it from a later call on."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda _: None)
+    factor = 1.0
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__(change)
+        self.state.inner.inside = SimpleNamespace(numbers=[1.0], scale=1.0)
+        total = 1.0
+
+        def count(by: float) -> float:
+            nonlocal total
+            total += by
+            return total
+
+        self.count_up = count
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls[0] += 1
-        if self.calls[0] > 5:
-            _elsewhere["scale"] += 0.5
-        return x + self.down(torch.tanh(self.up(x) * _elsewhere["scale"]))
+        if self.calls[0] >= FIRST_OUTSIDE:
+            self.change(self)
+        inside = self.state.inner.inside
+        for factor in (
+            *(_elsewhere["scale"], sum(_numbers), _number, 1 + 0.1 * len(_named)),
+            *(self.factor, sum(inside.numbers), inside.scale, self.count_up(0.0)),
+        ):
+            x = x * factor
+        return x + self.down(torch.tanh(self.up(x)))
 
 
-def test_what_a_later_call_changes_elsewhere_is_found_when_calls_have_doubled_twice(
-    caplog: pytest.LogCaptureFixture,
+def _add_to_number(block: Any) -> None:
+    global _number
+    _number += 0.1
+
+
+OUTSIDE: dict[str, Callable[[Any], object]] = {
+    "a global dictionary": lambda _: _elsewhere.update(scale=_elsewhere["scale"] + 0.1),
+    "a global list": lambda _: _numbers.append(0.1),
+    "a global set": lambda _: _named.add(str(len(_named))),
+    "a global number": _add_to_number,
+    "an attribute of its class": lambda _: setattr(Elsewhere, "factor", Elsewhere.factor + 0.1),
+    "a list deep inside": lambda b: b.state.inner.inside.numbers.append(0.1),
+    "a number deep inside": lambda b: setattr(
+        b.state.inner.inside, "scale", b.state.inner.inside.scale + 0.1
+    ),
+    "a closure": lambda b: b.count_up(0.1),
+}
+
+
+@pytest.fixture
+def as_at_first() -> Iterator[Callable[[], None]]:
+    def put_back() -> None:
+        global _number
+        _elsewhere["scale"], Elsewhere.factor, _number = 1.0, 1.0, 1.0
+        _numbers[:] = [1.0]
+        _named.clear()
+
+    put_back()
+    yield put_back
+    put_back()
+
+
+@pytest.mark.parametrize("start", ["kept and evicted", "recomputed"])
+@pytest.mark.parametrize("change", OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_what_a_later_call_is_the_first_to_change_elsewhere(
+    change: Callable[[Any], object], start: str, as_at_first: Callable[[], None]
 ) -> None:
-    _elsewhere["scale"] = 1.0
-    model = nn.Sequential(nn.Sequential(ChangesElsewhere(), ChangesElsewhere()))
+    def made() -> nn.Module:
+        as_at_first()
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(Elsewhere(change), Elsewhere(change)))
+
+    wanted = steps(made(), number=9)
+    model = made()
+    engine = Engine(model)
+    action = Recompute() if start == "recomputed" else Keep()
+    engine.apply(Plan(actions=(action, action)))
+    found = steps(model, lambda: engine.ledger.evict(1 << 40), number=9)
+    assert [differences(*pair) for pair in zip(found, wanted, strict=True)] == [[]] * 9
+    # the first change is shown to a replay, the second is seen by a look, the third keeps the unit
+    assert engine.ledger.counts.replays.total() >= 2 * (FIRST_OUTSIDE - 1)
+    assert all("which a replay would change again" in (u.pinned or "") for u in engine.units)
+
+
+def test_what_is_too_much_to_read_before_each_call_is_looked_at_when_calls_have_doubled_twice(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    as_at_first: Callable[[], None],
+) -> None:
+    monkeypatch.setattr(outside_state, "MAX_HOMES", 1)
+    change = OUTSIDE["a global dictionary"]
+    model = nn.Sequential(nn.Sequential(Elsewhere(change), Elsewhere(change)))
     engine = Engine(model)
     engine.apply(Plan(actions=(Recompute(), Recompute())))
     with caplog.at_level(logging.WARNING, logger="rematic"):
