@@ -32,7 +32,13 @@ REUSE_SHARE = 1.02
 COMPARED_SHARE = 0.5
 """Samples are compared with the model if they are at least so long, beside what is planned."""
 
-MIN_PROOFS = 3
+AGREEING_SHARE = 0.02
+"""A step that rose so nearly as far as predicted is the last one that is watched."""
+
+MAX_WATCHED = 3
+"""Most steps that the model has planned and that are watched."""
+
+MIN_PROOFS = 2
 """So many armed steps must go well before steps that come as near the budget are not armed."""
 
 Key: TypeAlias = tuple[int, tuple[Action | None, ...]]
@@ -104,6 +110,14 @@ class KindPlans:
     _plans: dict[Key, _Made] = field(default_factory=dict)
     _keep_seconds: dict[int, float] = field(default_factory=dict)
     """On paper, by the longest length of a bucket."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the next step is: until the model tells one, but not for ever."""
+        if self.num_watched == 0:
+            return True
+        agrees = bool(self.errors.shares) and abs(self.errors.shares[-1]) <= AGREEING_SHARE
+        return self.num_watched < MAX_WATCHED and not agrees
 
     @property
     def proven_bytes(self) -> int | None:

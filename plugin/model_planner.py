@@ -42,9 +42,6 @@ MAX_SAMPLES = 4
 UNARMED_SHARE = 0.02
 """Share of the rise by which steps that are not armed stay below what armed ones reached."""
 
-MIN_WATCHED = 2
-"""Steps planned by the model of a kind that are watched in any case."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
@@ -312,7 +309,7 @@ class ModelPlanner:
             request,
             proposal,
             reserve_share=reserve,
-            watched=plans.num_watched < MIN_WATCHED,
+            watched=plans.is_watched,
             proven_bytes=plans.proven_bytes,
         )
         return replace(question, decision=adopted, proposal=proposal)

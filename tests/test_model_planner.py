@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rematic
 from rematic import model_planner, open_step
-from rematic.control import Costs, audit
+from rematic.control import Costs, ForecastErrors, audit
 from rematic.cost.devices import Device
 from rematic.kind_plans import KindPlans
 from rematic.memory import SimulatedProbe
@@ -292,7 +292,7 @@ def test_what_was_learned_of_steps_survives_a_resume(
     state = json.loads(json.dumps(first.session.state_dict()))
     (kind,) = state["planner"]
     assert kind["errors"]["shares"]
-    assert kind["num_watched"] == 3
+    assert kind["num_watched"] == 1
     second = Training(budget, policy="planned")
     assert second.session is not None
     second.session.load_state_dict(state)
@@ -343,11 +343,13 @@ def test_steps_are_not_armed_once_others_came_as_near_the_budget_unharmed(
     training.train([64] * 12)
     planned = _by_model(training)
     armed = [record["armed"] for record in planned]
-    assert armed == [True] * 3 + [False] * (len(planned) - 3), "three proofs"
+    assert armed == [True] * 2 + [False] * (len(planned) - 2), "two proofs"
+    sources = [record["peak_source"] for record in planned]
+    assert sources == ["op ends"] + ["unit ends"] * (len(planned) - 1), "the first one agreed"
     assert len(planned) >= 6
-    highest = max(record["peak_bytes"] for record in planned[:3])
+    highest = max(record["peak_bytes"] for record in planned[:2])
     before = [record["before"]["allocated_bytes"] for record in planned]
-    for record, used in zip(planned[3:], before[3:], strict=True):
+    for record, used in zip(planned[2:], before[2:], strict=True):
         assert (record["predicted_peak_bytes"] - used) * 1.02 <= highest - used
 
 
@@ -381,15 +383,25 @@ def _plain_step(training: Training, ids: torch.Tensor) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.parametrize(
+    ("shares", "watched"),
+    [((), True), ((0.01,), False), ((-0.05,), True), ((0.05, 0.01), False), ((0.05,) * 3, False)],
+    ids=["the-first", "agrees", "too-high", "agrees-later", "never"],
+)
+def test_steps_are_watched_until_one_is_told(shares: tuple[float, ...], watched: bool) -> None:
+    errors = ForecastErrors(shares=shares)
+    assert KindPlans(num_watched=len(shares), errors=errors).is_watched == watched
+
+
 def test_a_failure_takes_away_what_was_proven() -> None:
     plans = KindPlans()
-    for peak in (100, 300, 200):
+    for peak in (300, 200):
         assert plans.proven_bytes is None
         plans.prove(peak, failed=False)
     assert plans.proven_bytes == 300
     plans.prove(250, failed=True)
     assert plans.proven_bytes is None
-    for _ in range(3):
+    for _ in range(2):
         plans.prove(150, failed=False)
     assert plans.proven_bytes == 150
 
