@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from rematic.activations.notices import Notice
 from rematic.activations.other_owners import OtherOwners, TakenOver
 from rematic.activations.routers import find_routers, refuse_idle_patterns
 from rematic.activations.routing import Routing
-from rematic.activations.selective import OpSelection
+from rematic.activations.selective import AtMissing, OpSelection, warn_of_missing
 from rematic.activations.stash_places import StashPlaces
 from rematic.activations.tiling import Tiling
 from rematic.activations.unit import Unit
@@ -36,6 +37,8 @@ from rematic.policy import (
     Tile,
     match_names,
 )
+
+_log = logging.getLogger("rematic")
 
 
 class Engine:
@@ -74,6 +77,7 @@ class Engine:
         self._places = StashPlaces(device, scratch_dir, self.ledger.tell)
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
         self._tilings: dict[tuple[str, Action], Tiling] = {}
+        self._has_told_missing = False
 
     def _bind_routers(self, unit: Unit) -> None:
         inside = find_routers(unit.module, self._routers, prefix=f"{unit.name}.")
@@ -125,9 +129,10 @@ class Engine:
             self.ledger.tell(_of(taken))
         for unit, is_unmeasured in zip(self.units, unmeasured, strict=False):
             unit.unmeasured = is_unmeasured
-        for unit, action in zip(self.units, plan.actions, strict=True):
+        for i, (unit, action) in enumerate(zip(self.units, plan.actions, strict=True)):
             unit.starts_held = isinstance(action, (Keep, Offload, Compress))
-            unit.selection = self._selection(unit.name, action)
+            is_chosen = i < len(agreed) and not agreed[i]
+            unit.selection = self._selection(unit.name, action, is_chosen=is_chosen)
             unit.stash = self._places.of(action, unit.name)
             unit.tiling = self._tiling(unit.name, action)
         for i, unit in enumerate(self.units):
@@ -149,14 +154,25 @@ class Engine:
         """Returns the units whose forward was seen to exchange tensors with other ranks."""
         return [unit.name for unit in self.units if unit.joint is not None]
 
-    def _selection(self, name: str, action: Action) -> OpSelection | None:
+    def _selection(self, name: str, action: Action, *, is_chosen: bool) -> OpSelection | None:
         if not isinstance(action, Selective):
             return None
         key = (name, action.save)
         if key not in self._selections:
-            asked_for = action.save != DEFAULT_SAVED
-            self._selections[key] = OpSelection(name, action.save, asked_for=asked_for)
+            at_missing: AtMissing | None = self._tell_missing if is_chosen else warn_of_missing
+            if action.save == DEFAULT_SAVED:  # no unit has all of these
+                at_missing = None
+            self._selections[key] = OpSelection(name, action.save, at_missing=at_missing)
         return self._selections[key]
+
+    def _tell_missing(self, name: str, missing: Sequence[str], seen: Collection[str]) -> None:
+        """Says once of all plans that they name ops which do not occur: nobody wrote these."""
+        if not self._has_told_missing:
+            self._has_told_missing = True
+            text = (
+                "%d of the ops that a plan keeps do not occur in unit %r: it was traced otherwise"
+            )
+            _log.info(text, len(missing), name)
 
     def _tiling(self, name: str, action: Action) -> Tiling | None:
         if not isinstance(action, Tile):

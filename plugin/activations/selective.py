@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,10 +26,34 @@ _DROPOUTS = frozenset({"dropout_p", "p_dropout", "dropout"})
 """What kernels call the chance of their dropout."""
 
 
-class OpSelection:
-    """Which ops of one unit are kept, and what is known of its forward."""
+AtMissing: TypeAlias = Callable[[str, Sequence[str], Collection[str]], None]
 
-    def __init__(self, unit_name: str, save: tuple[str, ...], *, asked_for: bool) -> None:
+
+def warn_of_missing(unit_name: str, missing: Sequence[str], seen: Collection[str]) -> None:
+    """Warns of ops that the user named and that a unit does not run."""
+    for written in missing:
+        _log.warning(
+            "unit %r: the op %r that selective should keep never occurs; the ops of this unit are "
+            "%s.",
+            unit_name,
+            written,
+            ", ".join(sorted(seen)),
+        )
+
+
+class OpSelection:
+    """Which ops of one unit are kept, and what is known of its forward.
+
+    Args:
+        unit_name: The unit.
+        save: Names of the ops.
+        at_missing: Called after the first forward with the unit, the names that mean no op of it,
+            and its ops, if there are such names; None for nothing.
+    """
+
+    def __init__(
+        self, unit_name: str, save: tuple[str, ...], *, at_missing: AtMissing | None
+    ) -> None:
         self.save = save
         """The names, as they were given."""
         self._unit_name = unit_name
@@ -38,7 +62,7 @@ class OpSelection:
         for one in self._names:
             for op in one.ops:
                 self._by_op.setdefault(op, []).append(one)
-        self._asked_for = asked_for
+        self._at_missing = at_missing
         # By kind of call: how many ops a replay needs at most, so that none beyond is kept.
         self._num_needed: dict[CallKind, int] = {}
         self._changed: set[tuple[Any, int]] = set()
@@ -81,16 +105,14 @@ class OpSelection:
 
     def learn(self, kind: CallKind, *, num_needed: int, seen: Counter[str]) -> None:
         """Takes note, at the end of a forward, of the ops a replay needs and of those seen."""
-        if not self._num_needed and self._asked_for:
-            for op in self._names:
-                if not any(seen[name] > (op.occurrence or 0) for name in op.ops):
-                    _log.warning(
-                        "unit %r: the op %r that selective should keep never occurs; the ops of "
-                        "this unit are %s.",
-                        self._unit_name,
-                        op.written,
-                        ", ".join(sorted(seen)),
-                    )
+        if not self._num_needed and self._at_missing is not None:
+            missing = [
+                op.written
+                for op in self._names
+                if not any(seen[name] > (op.occurrence or 0) for name in op.ops)
+            ]
+            if missing:
+                self._at_missing(self._unit_name, missing, seen)
         self._num_needed[kind] = max(num_needed, self._num_needed.get(kind, 0))
 
     def learn_change(self, func: Any, number: int) -> None:

@@ -180,6 +180,24 @@ def test_what_is_kept_is_exact_in_every_call_whatever_the_calls_before_needed() 
         loss.backward()
 
 
+def test_ops_that_a_plan_names_and_that_never_occur_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody wrote them, so nobody can mend them: a model that was traced without its dropout."""
+    model = make(ENCODER)
+    engine = Engine(model)
+    actions = tuple(
+        Selective(save=("aten::mm[99]", f"aten::mul[{90 + i}]")) for i in range(len(engine.units))
+    )
+    engine.apply(Plan(actions=actions), agreed=[False] * len(actions))
+    with caplog.at_level(logging.INFO, logger="rematic"):
+        run_steps(model, ENCODER)
+    told = [r for r in caplog.records if "occur" in r.message]
+    assert [r.levelname for r in told] == ["INFO"]
+    assert told[0].message.startswith("2 of the ops that a plan keeps do not occur in unit '")
+    engine.detach()
+
+
 def test_an_op_that_never_occurs_is_reported_with_those_that_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -108,6 +108,17 @@ def test_case_g1_exact_numbers_of_forwards(policy: str, expected: list[int]) -> 
     session.detach()
 
 
+def test_case_g1_evaluation_mode_with_gradients_is_managed_all_the_same() -> None:
+    """Checkpointing of transformers is silently off then; here nothing needs a warning."""
+    model = stack().eval()
+    session = attach(model, "recompute", recipe={"policy": {"trust": ["*"]}})
+    for _ in range(2):
+        Part.calls.clear()
+        one_step(model, x())
+        assert _calls(model, Attention) == _calls(model, MLP) == [2] * 4
+    session.detach()
+
+
 @pytest.mark.parametrize(
     ("units", "rules", "attention", "mlp"),
     [

@@ -87,6 +87,8 @@ def test_case_c1_one_that_cannot_be_put_back_keeps_the_unit(
     ids=["unpadded", "padded on the left", "eager"],
 )
 def test_case_c2_key_value_caches(attention: str, mask: torch.Tensor | None, policy: str) -> None:
+    """The cache stays on where nobody turns it off: the bits are those of the plain step."""
+
     def build() -> Any:
         torch.manual_seed(0)
         return build_llama(attention)
@@ -108,6 +110,22 @@ def test_case_c2_key_value_caches(attention: str, mask: torch.Tensor | None, pol
     assert [unit.num_forwards for unit in session._engine.units] == before
     session.detach()
     assert model.config.use_cache
+
+
+@pytest.mark.parametrize("use_cache", [None, False], ids=["left alone", "turned off"])
+def test_case_c2_the_log_says_what_a_cache_costs_and_how_to_do_without(
+    use_cache: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_llama("sdpa")
+    session = attach(model)
+    with caplog.at_level(logging.WARNING, "rematic"):
+        for _ in range(2):
+            output = model(input_ids=IDS, labels=IDS, use_cache=use_cache)
+            output.loss.backward()
+    told = "Pass `use_cache=False` in training to do without"
+    assert caplog.text.count(told) == (1 if use_cache is None else 0)
+    assert (output.cache is None) == (use_cache is False)
+    session.detach()
 
 
 class Precise(nn.Module):
@@ -180,3 +198,68 @@ def test_cases_d1_d2_d3_state_is_that_of_the_plain_run(policy: str) -> None:
     assert found_loads == loads
     assert [int(block.norm.num_batches_tracked) for block in model[0]] == [3, 3]
     session.detach()
+
+
+class Drops(nn.Module):
+    """Half of what it computes is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+class Normalizes(Drops):
+    """Its running statistics change in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.BatchNorm1d(8)
+
+
+class CountsItsLoad(Drops):
+    """Makes a count in its first call and adds to it from then on."""
+
+    load: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = (x > 0).sum(0).float()
+        self.load = count if self.load is None else self.load + count
+        return super().forward(x)
+
+
+def _three_steps(model: nn.Module) -> list[Any]:
+    outcomes = []
+    for i in range(3):
+        model.zero_grad()
+        outcomes.append(one_step(model, x() + i))
+    return outcomes
+
+
+@pytest.mark.parametrize("policy", LOSSLESS)
+@pytest.mark.parametrize(
+    "block",
+    [Drops, Normalizes, CountsItsLoad],
+    ids=["case d1 dropout", "case d2 running statistics", "case d3 a count"],
+)
+def test_case_d1_to_d3_random_numbers_and_state(block: type[Drops], policy: str) -> None:
+    plain = stack(block)
+    wanted = _three_steps(plain)
+    model = stack(block)
+    session = attach(model, policy)
+    found = _three_steps(model)
+    assert [differences(*pair) for pair in zip(found, wanted, strict=True)] == [[]] * 3
+    for unit, other in zip(model[0], plain[0], strict=True):
+        if isinstance(unit, CountsItsLoad):
+            assert torch.equal(unit.load, other.load)
+        if isinstance(unit, Normalizes):
+            assert int(unit.drop.num_batches_tracked) == 3
+    assert [unit.pinned for unit in session._engine.units] == [None, None]
+    session.detach()
+
+
+def test_case_d1_there_is_no_switch_that_leaves_random_numbers_alone() -> None:
+    with pytest.raises(ValueError, match="preserve_rng"):
+        attach(stack(Drops), recipe={"policy": {"preserve_rng": False}})
