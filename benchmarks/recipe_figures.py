@@ -7,13 +7,16 @@
 `planned_on`, `measured_on` and the line `# Measured:` of each recipe are written anew, and the
 table of recipes in the README. The device to plan for is the one that the recipe names. What is
 measured is a whole run on this machine, with one thread in each process. Tokens per second are
-those of CPU time after the first step, so other work on the machine changes them little.
+those of CPU time after the first step, so other work on the machine changes them far less.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import datetime
+import os
 import platform
 import re
 import resource
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -36,6 +40,8 @@ from rematic.recipes import FiguresConfig, Recipe, format_plain, list_recipes, l
 from rematic.training.data import load_data
 
 ROOT = Path(__file__).parents[1]
+_SET_CHILD_SUBREAPER = 36
+"""`PR_SET_CHILD_SUBREAPER` of Linux."""
 BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
 
 
@@ -147,7 +153,8 @@ def measured_run(recipe: Recipe, *overrides: str) -> MeasuredRun:
         command = [sys.executable, "-m", "rematic.cli", "train", recipe.name, *overrides]
         options = [f"run.dir={folder}", "run.name=measured", "run.save=none", "training.threads=1"]
         begin, cpu = time.perf_counter(), _cpu_seconds_of_children()
-        subprocess.run([*command, *options], check=True)
+        with _every_descendant_counts():
+            subprocess.run([*command, *options], check=True)
         seconds, cpu = time.perf_counter() - begin, _cpu_seconds_of_children() - cpu
         summary = summarize(read_journal(Path(folder) / "measured" / "journal.jsonl"))
     if summary.peak_bytes is None or summary.status != "finished":
@@ -161,6 +168,24 @@ def tokens_of_ranks(recipe: Recipe) -> tuple[list[int], list[int]]:
     loaders = [load_data(recipe, rank=rank, num_ranks=len(ranks)).loader for rank in ranks]
     sizes = [[batch["input_ids"].numel() for batch in loader] for loader in loaders]
     return [one[0] for one in sizes], [sum(one) for one in sizes]
+
+
+@contextlib.contextmanager
+def _every_descendant_counts() -> Iterator[None]:
+    """Takes in processes that nobody has waited for, whose CPU time is told to nobody else.
+
+    The first process of a run starts the others and leaves them behind.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    try:
+        yield
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+    finally:
+        libc.prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _cpu_seconds_of_children() -> float:

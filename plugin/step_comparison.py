@@ -51,7 +51,7 @@ class StepComparison:
         """Opens the step under the previous policy; returns whether it is to be compared."""
         if self._actions is None or self._recovery.transaction is None or num_ranks() > 1:
             return False
-        self._session.supervisor.num_comparisons += 1
+        self._session.supervisor.begin_comparison()
         self._planned = self._session.plan.actions
         self._step.reopen(self._actions)
         self._first = GradientSample(self._session.model.parameters())
@@ -102,7 +102,7 @@ class StepComparison:
         found = {"gradient_difference": gradients.difference}
         if before is not None and after is not None:
             found["loss_difference"] = relative_difference(before, after)
-        self._session.supervisor.compared = found
+        self._session.supervisor.end_comparison(found, tokens=_tokens(self._session))
         self._session.settings.journal.write(
             {
                 "event": "compare",
@@ -136,9 +136,14 @@ class StepComparison:
 
 def _previous_actions(session: Session) -> tuple[Action | None, ...] | None:
     """Returns what the previous policy says of each unit, None if nothing is to be compared."""
-    name = session.supervisor.compared_policy
+    name = session.supervisor.policy_to_compare(tokens=_tokens(session))
     policy = None if name is None else policy_in_history(session.history, name)
     return None if policy is None else resolve(lossless(policy), session.unit_classes)
+
+
+def _tokens(session: Session) -> int:
+    step = session._step
+    return 0 if step is None else step.shape.tokens
 
 
 def _number(result: object) -> float | None:

@@ -22,7 +22,7 @@ _COMPARED = ("loss", "gradient")
 """Gates that need a batch that has run under both policies."""
 
 _COMPARISONS_MAX = 3
-"""Batches of a probation that are run under the policy before, until one can be compared."""
+"""Batches in a row that are run under the policy before although they could not be compared."""
 
 LADDER_NAMES = tuple(policy.name for policy in LADDER)
 
@@ -75,11 +75,9 @@ class Supervisor:
         """Whether the next step is armed, since the last ones were troubled."""
         self.state = ControllerState()
         """What the controller remembers."""
-        self.compared: dict[str, float] = {}
-        """How far loss and gradients of the open step under two policies are apart, if it ran
-        twice; as its event has them."""
-        self.num_comparisons = 0
-        """How often a batch of this probation has been run under the policy before first."""
+        self._compared: dict[str, float] = {}
+        self._compared_tokens = 0
+        self._num_failed_comparisons = 0
         self._begins_with = supervision.begins_with
         self._session = session
         self._supervision = supervision
@@ -117,24 +115,44 @@ class Supervisor:
             reason = "what the run is to begin with, on probation"
             self._ask(Change(kind="switch", policy=policy, reason=reason))
 
-    @property
-    def compared_policy(self) -> str | None:
-        """The policy under which the next batch is to be run too, None for none."""
+    def policy_to_compare(self, *, tokens: int) -> str | None:
+        """Returns the policy under which a batch is to be run too, None for none.
+
+        One batch of a probation is, and another one that is twice as long as any before it: short
+        ones keep too little to tell.
+
+        Args:
+            tokens: Of the batch.
+        """
         trial = self.state.trial
         if trial is None:
-            self.num_comparisons = 0
-        if self._rules is None or trial is None or trial.gradient_difference is not None:
+            self._num_failed_comparisons = self._compared_tokens = 0
+        if self._rules is None or trial is None or tokens < 2 * self._compared_tokens:
             return None
-        if self.num_comparisons >= _COMPARISONS_MAX:  # it cannot be done, as it seems
+        if self._num_failed_comparisons >= _COMPARISONS_MAX:  # it cannot be done, as it seems
             return None
         goals = self._rules.goals
         in_force = self._session.history.current.name == trial.policy
         is_wanted = goals.loss_tolerance is not None or goals.gradient_tolerance is not None
         return trial.previous if in_force and is_wanted else None
 
+    def begin_comparison(self) -> None:
+        """Notes that a batch runs under the policy before first."""
+        self._num_failed_comparisons += 1  # until it has ended
+
+    def end_comparison(self, compared: dict[str, float], *, tokens: int) -> None:
+        """Takes how far the two runs of a batch are apart.
+
+        Args:
+            compared: `loss_difference` and `gradient_difference`, as the step's event has them.
+            tokens: Of the batch.
+        """
+        self._compared = compared
+        self._compared_tokens, self._num_failed_comparisons = tokens, 0
+
     def take_comparison(self) -> dict[str, float]:
         """Returns what the event of the step that ends says of it, once."""
-        compared, self.compared = self.compared, {}
+        compared, self._compared = self._compared, {}
         return compared
 
     def at_boundary(self) -> None:

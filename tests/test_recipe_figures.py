@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,19 @@ def test_a_run_is_measured_by_what_its_processes_did() -> None:
     assert every == [sum(batch["input_ids"].numel() for batch in one) for one in loaders]
     assert len(first) == 2
     assert all(0 < one < all_of_it for one, all_of_it in zip(first, every, strict=True))
+
+
+def test_the_time_of_processes_that_are_left_behind_counts() -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {busy!r}])"
+    code = (
+        "import subprocess, sys\n"
+        "from benchmarks.recipe_figures import _cpu_seconds_of_children, _every_descendant_counts\n"
+        "with _every_descendant_counts():\n"
+        f"    subprocess.run([sys.executable, '-c', {leaves!r}], check=True)\n"
+        "print(_cpu_seconds_of_children())\n"
+    )
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert float(done.stdout) >= 0.3

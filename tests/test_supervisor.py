@@ -283,10 +283,10 @@ def test_a_function_without_use_is_refused(escalation: Any, function: Any, given
 class LossRun(Run):
     """Runs by `session.run`, with gradients that are accumulated over two micro-batches."""
 
-    def __init__(self, *, spoil: float = 0.0) -> None:
+    def __init__(self, *, spoil: float = 0.0, probation_steps: int = 3) -> None:
         super().__init__(
             recipe=Recipe(
-                control=ControlConfig(probation_steps=3),
+                control=ControlConfig(probation_steps=probation_steps),
                 goals=GoalsConfig(loss_tolerance=1e-6, slowdown_max=1e9),
             )
         )
@@ -320,6 +320,18 @@ def test_what_could_not_be_compared_is_said(caplog: pytest.LogCaptureFixture) ->
     assert {g["name"]: g["passed"] for g in decision["gates"]}["gradient"] is None
     (warning,) = [r.getMessage() for r in caplog.records if "was not judged" in r.getMessage()]
     assert warning.startswith("the gate 'gradient' was not judged: no batch of the probation ran")
+
+
+def test_a_batch_twice_as_long_is_compared_too() -> None:
+    run = LossRun(probation_steps=5)
+    run.steps(2)
+    run.session.switch("recompute")
+    for batch in (4, 4, 8, 12, 20, 40):  # the first one begins the probation, the last is after it
+        run.session.run(run.forward, make_input(batch))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    compared = [event["step"] for event in run.journal.of("compare")]
+    assert compared == [5, 6, 8]
 
 
 def test_a_lossy_policy_to_begin_with_is_only_taken_while_nobody_has_pinned_another() -> None:

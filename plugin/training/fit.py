@@ -23,7 +23,7 @@ from rematic.session import Session
 from rematic.step_record import StepRecord
 from rematic.training.checkpoint_file import CheckpointFile
 from rematic.training.data import TrainingData
-from rematic.training.dtype_inventory import take_inventory
+from rematic.training.dtype_inventory import Held, take_inventory
 from rematic.training.evaluation import Evaluator
 from rematic.training.heap_cap import HeapCap
 from rematic.training.interrupts import StopRequest
@@ -102,6 +102,7 @@ class Fit:
         self._journal = journal
         self._strategy: SessionStrategy | None = None
         self._model: nn.Module | None = None
+        self._inventory: tuple[Held, ...] = ()
         self.recorder = RunRecorder(
             job.directory,
             journal=journal,
@@ -123,7 +124,9 @@ class Fit:
         recipe = choose_tiled_loss(job.recipe, job.config)
         with quiet_libraries():
             self._model = prepare_model(recipe, config=job.config)
-        self._tell_inventory(self._model)
+        # now: shards do not say any more what they are parts of
+        self._inventory = take_inventory(self._model)
+        self._tell_inventory()
         module = TrainedModule(
             self._model,
             training=recipe.training,
@@ -158,9 +161,9 @@ class Fit:
                 tokenizer=job.data.tokenizer.saved(),
             )
 
-    def _tell_inventory(self, model: nn.Module) -> None:
+    def _tell_inventory(self) -> None:
         if self._show_progress:
-            for held in take_inventory(model):
+            for held in self._inventory:
                 self._notify(str(held))
 
     @property
@@ -263,7 +266,7 @@ class Fit:
             "trained": job.size.num_trainable,
             "weights": describe_source(recipe.model),
             "attention": name_attention(self._model),
-            "dtypes": [str(held) for held in take_inventory(self._model)],
+            "dtypes": [str(held) for held in self._inventory],
             "versions": {
                 "python": platform.python_version(),
                 **{package: version(package) for package in PACKAGES},

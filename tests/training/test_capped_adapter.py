@@ -19,10 +19,8 @@ from rematic.training.prepared_model import base_model
 from tests.training import capped_adapter
 
 RECIPE = (
-    "tiny-cpu",
-    "tuning.method=qlora",
+    "tiny-cpu-qlora",
     "tuning.r=4",
-    "quantization.compute_dtype=fp32",
     "model.config.num_hidden_layers=6",
     "data.max_documents=2",
     "data.max_length=512",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +13,21 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-from rematic.recipes import Recipe, list_recipes, load_recipe, parse_budget
+from rematic.journal import read_journal
+from rematic.recipes import (
+    Recipe,
+    format_plain,
+    list_recipes,
+    load_recipe,
+    parse_budget,
+    recipe_as_plain,
+)
 from rematic.training import fit
+from rematic.training.environment import training_environment
 from rematic.training.run import train
 from rematic.training.tasks import TASKS
 from tests.training.saved import save_tokenizer
@@ -51,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def twin(name: str) -> Recipe:
+def twin(name: str, *, devices: int = 1) -> Recipe:
     """The recipe with all of its keys, as small as it can be, on data and weights made here."""
     recipe = load_recipe(name)
     data = replace(recipe.data, max_length=64, batch_size=min(recipe.data.batch_size, 2))
@@ -79,7 +92,11 @@ def twin(name: str) -> Recipe:
         data=data,
         evaluation=evaluation,
         training=training,
-        distributed=replace(recipe.distributed, strategy="single", devices=1),
+        distributed=replace(
+            recipe.distributed,
+            strategy=recipe.distributed.strategy if devices > 1 else "single",
+            devices=devices,
+        ),
         memory=replace(recipe.memory, budget=parse_budget("256MiB"), heap_cap=False),
         policy=replace(recipe.policy, tiled_loss="always") if large else recipe.policy,
     )
@@ -152,3 +169,41 @@ def test_a_twin_trains_two_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         len(changed) > len(before) / 4
     )  # of a LoRA the half whose other half was zero moves later
     assert bool(list(Path("runs").rglob("*.safetensors")))
+
+
+SHARDED = [one for one in list_recipes() if load_recipe(one).distributed.strategy == "fsdp2"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_sharded_twin_trains_two_steps_in_two_processes(name: str) -> None:
+    """As `rematic train` starts them, over gloo; weights in 4 bits where the recipe says so."""
+    recipe = twin(name, devices=2)
+    Path("twin.yaml").write_text(format_plain(recipe_as_plain(recipe)), encoding="utf-8")
+    command = [sys.executable, "-m", "rematic.cli", "train", "./twin.yaml", "--json"]
+    done = subprocess.run(
+        command, env=training_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    micro_batches = 2 * recipe.training.accumulate
+    assert (found["status"], found["steps"]) == ("finished", micro_batches)
+    (run,) = Path("runs").iterdir()
+    (start,) = [e for e in read_journal(run / "journal.jsonl") if e["event"] == "run_start"]
+    packed = any(kind.startswith("packed ") for kind in start["dtypes"])
+    assert packed is (recipe.weight_format == "nf4")
+    train(replace(recipe, distributed=load_recipe("auto").distributed), show_progress=False)
+    two, one = (saved_weights(path) for path in (run, *({*Path("runs").iterdir()} - {run})))
+    assert two.keys() == one.keys() != set()
+    assert any(not torch.equal(two[key], one[key]) for key in two), "half as many documents"
+    losses = [
+        [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (run, *({*Path("runs").iterdir()} - {run}))
+    ]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.01)  # of the same first document
+
+
+def saved_weights(run: Path) -> dict[str, torch.Tensor]:
+    (file,) = run.rglob("*.safetensors")
+    return load_file(file)
