@@ -70,7 +70,11 @@ def test_the_static_baseline_differs_by_its_policy_alone() -> None:
     policy = dataclasses.replace(planned.policy, start="recompute")
     control = dataclasses.replace(planned.control, adapt=False)
     named = dataclasses.replace(
-        planned, name=full.name, description=full.description, planned_on=full.planned_on
+        planned,
+        name=full.name,
+        description=full.description,
+        planned_on=full.planned_on,
+        measured_on=full.measured_on,
     )
     same = dataclasses.replace(named, policy=policy, control=control)
     assert full == same
