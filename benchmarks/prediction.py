@@ -108,10 +108,11 @@ def quantize(model: nn.Module) -> None:
     """Puts 4-bit layers in the place of the linear layers of the blocks, as QLoRA does."""
     import bitsandbytes as bnb
 
+    stays = {"lm_head", "decoder", "classifier", *(model._keep_in_fp32_modules or ())}
     model.is_loaded_in_4bit = True
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and name not in ("lm_head", "decoder", "classifier"):
+            if type(child) is nn.Linear and name not in stays:
                 layer = bnb.nn.Linear4bit(
                     child.in_features, child.out_features, bias=child.bias is not None
                 )

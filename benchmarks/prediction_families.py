@@ -200,7 +200,7 @@ FAMILIES = (
         lengths=(64,),
         batches=(1, 3, 4, 8),
         paddings=(False,),
-        adapters=("query", "value"),
+        adapters=("q_proj", "v_proj"),
     ),
     Family(name="mixtral", build=_mixtral, batch=_tokens, adapters=("q_proj", "v_proj")),
     Family(

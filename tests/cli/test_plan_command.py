@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -114,6 +115,22 @@ def test_what_a_recipe_starts_with_is_planned_although_it_has_no_row(
     assert rows["planned"]["plan"] == {start: 12}
     assert rows["planned"]["peak"]["bytes"] < rows["keep all"]["peak"]["bytes"]
     assert f"the row `planned` is {start}, with which the recipe starts" in " ".join(found["notes"])
+
+
+def test_the_collector_of_cycles_is_off_while_it_plans(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def plan(*_: object, **__: object) -> None:
+        seen.append(gc.isenabled())
+        raise ValueError("nothing is planned here")
+
+    monkeypatch.setattr("rematic.cli.plan_command._plan", plan)
+    assert main(["plan", "tiny-cpu"]) != 0
+    assert "nothing is planned here" in capsys.readouterr().err
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 def test_a_plot_needs_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -54,6 +54,16 @@ def test_state_is_what_a_real_step_leaves(config, make):
     assert predicted.state_bytes == state_bytes(make(parameters), parameters)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_state_of_muon_is_what_a_real_step_leaves():
+    parameters = [weight for weight in weights() if weight.dim() == 2]  # it takes no others
+    config = TargetOptimizerConfig(_target_="torch.optim.Muon")
+    predicted = recipe_optimizer_bytes(
+        TrainingConfig(optimizer=config), parameters, on_accelerator=False
+    )
+    assert 0 < predicted.state_bytes == state_bytes(torch.optim.Muon(parameters), parameters)
+
+
 def test_paged_state_of_large_weights_does_not_count():
     def state(name):
         training = TrainingConfig(optimizer=AdamWConfig(name=name))
