@@ -26,14 +26,13 @@ def summary(state: Row, options: argparse.Namespace) -> Row:
     rows = []
     for workload in options.workloads:
         for share in options.budgets:
-            epochs = [
-                row["documents"]
+            own = [
+                row
                 for row in state["rows"]
                 if row["workload"] == workload and row["budget"] == share and row["documents"]
             ]
-            if epochs:
-                cut = [r for r in state["rows"] if r["workload"] == workload][-1]
-                rows.append(_row(workload, share, epochs, cut))
+            if own:
+                rows.append(_row(workload, share, [row["documents"] for row in own], own[-1]))
     top = rows[0] if rows else {}
     return {
         **{key: top.get(key) for key in RATIOS},

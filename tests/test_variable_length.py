@@ -109,6 +109,18 @@ def test_the_op_list_is_that_of_torchtitan() -> None:
     assert policy(context, torch.ops.aten.add.Tensor) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def test_each_row_has_the_budget_that_it_ran_under() -> None:
+    ways = {"rematic": {"cpu": 1.0, "wall": 1.0, "peak": 1, "lost": False}}
+    rows = [
+        {"workload": "corpus", "budget": share, "cap_bytes": int(100 * share), "sha256": ""}
+        | {"documents": [{"length": 8, "ways": ways}]}
+        for share in (0.5, 0.25)
+    ]
+    options = variable_length.arguments_of(["--workloads", "corpus"])
+    found = summary({"rows": rows, "settings": {}}, options)["rows"]
+    assert [(row["budget"], row["cap_bytes"]) for row in found] == [(0.5, 50), (0.25, 25)]
+
+
 @pytest.mark.skipif(
     not sys.platform.startswith("linux") or glibc.read_heap() is None,
     reason="the cap needs Linux with glibc 2.33",
