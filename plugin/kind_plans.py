@@ -116,7 +116,7 @@ class KindPlans:
         """Whether the next step is: until the model tells one, but not for ever."""
         if self.num_watched == 0:
             return True
-        agrees = bool(self.errors.shares) and abs(self.errors.shares[-1]) <= AGREEING_SHARE
+        agrees = any(abs(share) <= AGREEING_SHARE for share in self.errors.shares)
         return self.num_watched < MAX_WATCHED and not agrees
 
     @property

@@ -385,8 +385,15 @@ def _plain_step(training: Training, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("shares", "watched"),
-    [((), True), ((0.01,), False), ((-0.05,), True), ((0.05, 0.01), False), ((0.05,) * 3, False)],
-    ids=["the-first", "agrees", "too-high", "agrees-later", "never"],
+    [
+        ((), True),
+        ((0.01,), False),
+        ((-0.05,), True),
+        ((0.05, 0.01), False),
+        ((0.01, 0.05), False),
+        ((0.05,) * 3, False),
+    ],
+    ids=["the-first", "agrees", "too-high", "agrees-later", "agreed", "never"],
 )
 def test_steps_are_watched_until_one_is_told(shares: tuple[float, ...], watched: bool) -> None:
     errors = ForecastErrors(shares=shares)
