@@ -80,9 +80,9 @@ def write_section(name: str, section: str, figures: FiguresConfig) -> None:
     path = ROOT / "recipes" / f"{name}.yaml"
     values = {field.name: getattr(figures, field.name) for field in fields(figures)}
     known = {key: value for key, value in values.items() if value is not None}
-    text = re.sub(rf"\n{section}:\n(?:  .*\n)+", "\n", path.read_text("utf-8"))
-    written = format_plain({section: known})
-    path.write_text(f"{text.rstrip()}\n\n{written}", "utf-8")
+    text, written = path.read_text("utf-8"), format_plain({section: known})
+    changed, count = re.subn(rf"(?m)^{section}:\n(?:  .*\n)+", lambda _: written, text)
+    path.write_text(changed if count else f"{text.rstrip()}\n\n{written}", "utf-8")
 
 
 def write_measured_line(name: str, where: str) -> None:
