@@ -170,11 +170,11 @@ def _objections(
         yield Objection(text="its outputs share memory, among themselves or with what it is given")
     for text in _differences_of_slices(trial, call, output):
         yield Objection(text=text)
-    yield from _leaking_gradients(trial, inputs, whole)
-    yield from _movements(trial, call, whole)
     changed = effects.change()  # slices are shorter than what was called whole
     if changed is not None:
         yield Objection(text=f"its forward changes {changed}", is_final=False)
+    yield from _leaking_gradients(trial, inputs, whole)
+    yield from _movements(trial, call, whole)
 
 
 def _are_telling(positions: set[int], length: int) -> bool:

@@ -172,9 +172,9 @@ class KeepsItsOutput(nn.Module):
 class KeepsALength(nn.Module):
     """Leaves a number on itself that it sets anew in each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = 0) -> None:
         super().__init__()
-        self.length = 0
+        self.length = length
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.length = x.shape[1]
@@ -250,6 +250,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a loss of its own": (KeepsItsOutput, "its forward changes its attribute 'auxiliary'"),
     "a length of its own": (KeepsALength, "its forward changes its attribute 'length'"),
+    "a length that is that of the example": (
+        lambda: KeepsALength(6),
+        "its forward changes its attribute 'length'",
+    ),
 }
 
 
