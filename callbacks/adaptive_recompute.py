@@ -107,6 +107,11 @@ class AdaptiveRecompute(Callback):
         ]
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Covers the optimizers before they step."""
+        self._driver.cover(trainer.strategy.optimizers)
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gives loggers what the last steps took."""
         self._driver.log_last_figures()

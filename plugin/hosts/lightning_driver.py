@@ -153,7 +153,7 @@ class LightningDriver:
         """
         if self.session is None or self._module is None:
             return step(*args, **kwargs)
-        self._cover(optimizers)
+        self.cover(optimizers)
         self._log_figures(self._module.trainer)
         self.session.begin_step(args[0] if args else kwargs.get("batch"))
         self._is_open = True
@@ -228,9 +228,14 @@ class LightningDriver:
         else:
             self._restored = state
 
-    def _cover(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        # Looked at anew for every step: callbacks such as a learning-rate finder exchange them.
-        assert self.session is not None
+    def cover(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Puts the retry at the op around the steps of optimizers.
+
+        Before the first step, in which a training step runs as the closure; and before every later
+        one, since callbacks such as a learning-rate finder exchange optimizers.
+        """
+        if self.session is None or not self.is_attached:
+            return
         for optimizer in optimizers:
             if not any(optimizer is known for known in self._covered):
                 self._covered.append(optimizer)

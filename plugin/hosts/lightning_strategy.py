@@ -80,6 +80,12 @@ class SessionStrategy(Strategy):
         return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     @override
+    def on_train_start(self) -> None:
+        """Covers the optimizers before they step."""
+        super().on_train_start()
+        self._driver.cover(self.optimizers)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the module's `training_step` as a step of the session."""
         output: STEP_OUTPUT = self._driver.training_step(

@@ -195,6 +195,41 @@ class NeverFits(FaultyNet):
         return output
 
 
+class FailingUpdate(pl.Callback):
+    """Runs out of memory once in an update, where the optimizer makes its state if it is the first.
+
+    Entered in the closure, so that the retry at the op is entered after it and sees the error.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.probe = SimulatedProbe(fail_at_ops=[5])
+        self._number = number
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._number:
+            self.probe.__enter__()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._number + 1 and self.probe.num_ooms:
+            self._number = -1
+            self.probe.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_update_that_runs_out_of_memory(runner: Runner, entry: str, number: int) -> None:
+    FAULTS.__init__()
+    plain = runner.fit(FaultyNet)
+    FAULTS.__init__()
+    failing = FailingUpdate(number)
+    always = Recipe(policy=PolicyConfig(op_retry="always", trust=("*",)))
+    made = runner.entry(entry, policy="keep", recipe=always)
+    made["callbacks"] = [*made.get("callbacks", []), failing]
+    fitted = runner.fit(FaultyNet, **made)
+    assert failing.probe.num_ooms == 1
+    fitted.is_same_as(plain)
+
+
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_what_never_fits_leaves_a_checkpoint(runner: Runner, tmp_path: Path, entry: str) -> None:
