@@ -65,7 +65,9 @@ class Trial:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the session: the retry at the op is off where others are looked at."""
-        op_retry: Any = "always" if self.place in ("op", "optimizer") else "never"
+        sharded = self.strategy.endswith("fsdp2")  # never repeated whole: `auto` must see to it
+        retries = {"op": "auto" if sharded else "always", "optimizer": "always"}
+        op_retry: Any = retries.get(self.place, "never")
         return Recipe(policy=PolicyConfig(op_retry=op_retry, trust=("*",)))
 
     def fails(self, rank: int, step: int) -> bool:

@@ -76,10 +76,15 @@ class OpenStep:
         self.armed = armed
         """Whether the retry at the op is in force."""
         self._spare = spare
-        relieve = self.relieve if armed else _let_it_fail
-        self._mode = OpRetry(relieve, after_op=after_op) if armed or watched else None
-        if self._mode is not None:
-            self._mode.__enter__()  # type: ignore[no-untyped-call] # torch 2.13
+        self._mode: OpRetry | None = None
+        if armed or watched:
+            self._enter_mode(after_op)
+
+    def arm(self) -> None:
+        """Puts the retry at the op in force."""
+        self.armed = True
+        if self._mode is None:
+            self._enter_mode(None)
 
     def close(self) -> None:
         """Stops watching; the plan stays in force until the next step."""
@@ -105,6 +110,8 @@ class OpenStep:
         Returns:
             The bytes freed, 1 for a try without any; 0 lets the failure stand.
         """
+        if not self.armed:  # memory is read after every op, and that is all
+            return 0
         eviction = self._engine.ledger.evict(num_bytes, spare_active=True)
         self.meter.after_eviction()
         if not eviction.bytes_freed and not self._last_tries.take():
@@ -165,6 +172,10 @@ class OpenStep:
             predicted_seconds=self.decision.predicted_seconds,
             keep_seconds=self.decision.keep_seconds,
         )
+
+    def _enter_mode(self, after_op: Callable[[], object] | None) -> None:
+        self._mode = OpRetry(self.relieve, after_op=after_op)
+        self._mode.__enter__()  # type: ignore[no-untyped-call] # torch 2.13
 
     def _was_guessed(self) -> bool:
         return self.decision.watched and self.decision.planned_by != "model"
@@ -272,6 +283,8 @@ def _let_it_fail(num_bytes: int, where: str) -> int:
     return 0
 
 
+=======
+>>>>>>> ba383ac (Arm steps that can never be run again as a whole)
 def _autocast_dtype() -> torch.dtype | None:
     kinds = ("cuda", "cpu")
     return next((torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)), None)

@@ -251,6 +251,12 @@ class SessionStep:
         abort_ranks()
         return stop
 
+    def arm(self) -> None:
+        """Puts the retry at the op in force, unless the recipe turns it off."""
+        assert self._session._step is not None
+        if self._session.settings.op_retry != "never":
+            self._session._step.arm()
+
     def joint_units(self) -> list[str]:
         """Returns the units whose forward exchanges tensors with other ranks."""
         return self._session._engine.joint_units()

@@ -83,6 +83,9 @@ class RecoverableStep(Protocol):
     def give_up(self, report: StopReport) -> StopReport:
         """Ends the step for good; returns the report with what was saved."""
 
+    def arm(self) -> None:
+        """Puts the retry at the op in force, if that is allowed."""
+
     def joint_units(self) -> list[str]:
         """Returns the units whose forward exchanges tensors with other ranks."""
 
@@ -216,12 +219,25 @@ class StepRecovery:
         if self.transaction is not None:
             self.transaction.close()
 
-    def _obstacle(self) -> str | None:
+    def is_foreseen_to_stop(self) -> bool:
+        """Returns whether the step can be repeated in no case, so that the op is the last answer.
+
+        (A wrapper's step could, as long as memory runs out before its forward.)
+        """
+        if self._data_parallel is not None and self._data_parallel.foreseen_obstacle() is not None:
+            return True
+        return self._lasting_obstacle() is not None
+
+    def _lasting_obstacle(self) -> str | None:
         joint = self._step.joint_units()
         if joint:
             return f"{joint[0]} exchanges tensors with other ranks, which do not run it again."
-        if self._never is not None:
-            return self._never
+        return self._never
+
+    def _obstacle(self) -> str | None:
+        lasting = self._lasting_obstacle()
+        if lasting is not None:
+            return lasting
         if self._data_parallel is not None and self._data_parallel.obstacle() is not None:
             return self._data_parallel.obstacle()
         if self.transaction is None:
@@ -328,8 +344,13 @@ def _among_ranks(
     wrapper = find_wrapper(model)
     if wrapper is None:
         obstacle = sharding_obstacle(model)
-        return StepRecovery(step, transaction, obstacle=obstacle or _UNKNOWN_WRAPPER)
-    return StepRecovery(step, transaction, data_parallel=DataParallelStep(wrapper, transaction))
+        recovery = StepRecovery(step, transaction, obstacle=obstacle or _UNKNOWN_WRAPPER)
+    else:
+        parallel = DataParallelStep(wrapper, transaction)
+        recovery = StepRecovery(step, transaction, data_parallel=parallel)
+    if recovery.is_foreseen_to_stop():
+        step.arm()
+    return recovery
 
 
 _UNKNOWN_WRAPPER = (

@@ -84,7 +84,6 @@ class DataParallelStep:
 
     def obstacle(self) -> str | None:
         """Returns why this rank cannot repeat its step alone, None if it can."""
-        wrapper = self._wrapper
         if not (self._in_backward or (self._is_inside and not self._entered)):
             self.collectives.look()
         if self.collectives.found:
@@ -94,16 +93,24 @@ class DataParallelStep:
             )
         if self._num_forwards == 0 and not self._is_reducing:
             return None
+        foreseen = self.foreseen_obstacle()
+        if foreseen is not None:
+            return foreseen
+        if self._num_forwards > 1:
+            return "the wrapper ran forward several times, which one reduction mixes."
+        if not self._entered:
+            return "memory ran out while the ranks exchanged buffers."
+        return None
+
+    def foreseen_obstacle(self) -> str | None:
+        """Returns why no step from its forward on can be repeated, None if one can."""
+        wrapper = self._wrapper
         if joins_uneven_inputs(wrapper):
             return "under `join` every forward of the wrapper tells the other ranks."
         if wrapper.static_graph:
             return "`static_graph` counts the hooks of its first steps, which a repetition changes."
         if wrapper._comm_hooks:
             return "a communication hook may have sent gradients in a form of its own."
-        if self._num_forwards > 1:
-            return "the wrapper ran forward several times, which one reduction mixes."
-        if not self._entered:
-            return "memory ran out while the ranks exchanged buffers."
         return None
 
     @property
