@@ -15,7 +15,8 @@ everything as before what failed) or `wrong`. Four sweeps:
     .venv/bin/python benchmarks/fault_sweep.py budgets --json
         Whole trainings within budgets from what `recompute` needs to what `keep` needs.
 
-`--jobs 2` runs two processes.
+`--jobs 2` runs two processes. With `--out FILE` every setting is kept when it has ended, and
+`--resume` goes on from there.
 """
 
 from __future__ import annotations
@@ -28,18 +29,17 @@ import logging
 import multiprocessing
 import random
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the models are those of the tests
 
 from benchmarks.fault_models import FAMILIES, MODELS, TIED, TOKEN_WISE
+from benchmarks.fault_tallies import SavedTallies, Tally, summary, total
 from benchmarks.fault_trials import KINDS, LEVELS, Setting, Trials
 from rematic.memory import SimulatedProbe
 from rematic.policy import ACTIONS, Tile
@@ -47,34 +47,9 @@ from rematic.policy import ACTIONS, Tile
 SWEEPS = ("units", "steps", "random", "budgets")
 LOSSLESS_AND_COMPRESS = [name for name in ACTIONS if name != "tile"]
 """`tile` is for token-wise units, which some models have not."""
-COMPLETE = ("op+unit", "all")
-"""Levels that leave no failure without an answer."""
-KEYS = ("positions", "recovered", "stopped_cleanly", "wrong")
 _LATER = 1
 """A micro-batch onto the gradients of another one, in a session that knows the model."""
-Row = dict[str, int]
 A = TypeVar("A")
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """What became of the trials of one setting."""
-
-    setting: Setting
-    counts: Counter[str] = field(default_factory=Counter)
-    """By outcome, and `inside_units` with `inside_units_recovered`."""
-    examples: list[str] = field(default_factory=list)
-    """What is not as it must be, in words."""
-
-    def add(self, outcome: str, where: str, *, in_unit: bool = False) -> None:
-        """Counts one trial."""
-        kind = outcome.split(":")[0]
-        self.counts.update({"positions": 1, kind: 1})
-        if in_unit:
-            self.counts.update({"inside_units": 1, "inside_units_recovered": kind == "recovered"})
-        must_recover = self.setting.level in COMPLETE or (in_unit and "unit" in self.setting.level)
-        if kind == "wrong" or (must_recover and kind != "recovered"):
-            self.examples.append(f"{self.setting}, {where}: {outcome}")
 
 
 def sweep(
@@ -144,36 +119,6 @@ def _peak(setting: Setting) -> int:
     return probe.peak_allocated_bytes
 
 
-def summary(tallies: Iterable[Tally]) -> dict[str, object]:
-    """Adds up, in all and by what the settings differ in."""
-    tallies = list(tallies)
-    examples = [example for tally in tallies for example in tally.examples]
-    groups: dict[str, object] = {}
-    for key in ("model", "action", "level", "accumulate", "autocast", "kind"):
-        names = dict.fromkeys(str(getattr(tally.setting, key)) for tally in tallies)
-        if len(names) > 1:
-            groups[f"by_{key}"] = {
-                name: _total(t for t in tallies if str(getattr(t.setting, key)) == name)
-                for name in names
-            }
-    complete = [tally for tally in tallies if tally.setting.level in COMPLETE]
-    return {
-        **_total(tallies),
-        "with_every_answer": _total(complete),
-        **groups,
-        "not_as_it_must_be": len(examples),
-        "examples": examples[:20],
-    }
-
-
-def _total(tallies: Iterable[Tally]) -> Row:
-    counts: Counter[str] = Counter()
-    for tally in tallies:
-        counts.update(tally.counts)
-    inside = ("inside_units", "inside_units_recovered") if counts["inside_units"] else ()
-    return {key: counts[key] for key in (*KEYS, *inside)}
-
-
 def _settings(options: argparse.Namespace) -> Iterator[Setting]:
     axes = (options.models, options.actions, options.levels, options.accumulate, options.kinds)
     for model, action, level, accumulate, kind in itertools.product(*axes):
@@ -224,6 +169,8 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("sweep", choices=SWEEPS)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--out", type=Path, help="write every setting when it has ended")
+    parser.add_argument("--resume", action="store_true", help="go on from what --out holds")
     parser.add_argument("--limit", type=int, default=sys.maxsize, help="positions of a stage")
     parser.add_argument("--seeds", type=int, default=1000, help="of `random`")
     parser.add_argument("--budgets", type=int, default=12, help="of a setting")
@@ -258,25 +205,34 @@ def _prepare() -> None:
 def main(arguments: list[str]) -> int:
     """Prints the counts; 1 if any trial did not end as it must."""
     options = _arguments(arguments)
+    run: Callable[[Any], Tally]
+    inputs: Sequence[Any] = range(options.seeds)
     if options.sweep == "random":
-        draw = functools.partial(random_trial, models=options.models, actions=options.actions)
-        found = _run(draw, range(options.seeds), jobs=options.jobs)
+        run = functools.partial(random_trial, models=options.models, actions=options.actions)
     else:
-        run: Callable[[Setting], Tally] = functools.partial(sweep, limit=options.limit)
+        inputs = list(_settings(options))
+        run = functools.partial(sweep, limit=options.limit)
         if options.sweep == "units":
             run = functools.partial(sweep, limit=options.limit, stages=(_LATER,))
         elif options.sweep == "budgets":
             run = functools.partial(sweep_budgets, number=options.budgets)
-        found = _run(run, list(_settings(options)), jobs=options.jobs)
-    tallies = []
-    for tally in found:
-        tallies.append(tally)
+    saved = SavedTallies(options.out, _what_matters(options), resume=options.resume)
+    open_numbers = [number for number in range(len(inputs)) if number not in saved.found]
+    found = _run(run, [inputs[number] for number in open_numbers], jobs=options.jobs)
+    for number, tally in zip(open_numbers, found, strict=True):
+        saved.add(number, tally)
         if not options.json:
-            row = {**vars(tally.setting), **_total([tally])}
+            row = {**vars(tally.setting), **total([tally])}
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    result = summary(tallies)
-    print(json.dumps(result if options.json else _total(tallies)))
+    result = summary(saved.found.values())
+    print(json.dumps(result if options.json else total(saved.found.values())))
     return int(bool(result["not_as_it_must_be"]))
+
+
+def _what_matters(options: argparse.Namespace) -> dict[str, object]:
+    """Returns the options that say what a number of the sweep is."""
+    left_out = ("json", "jobs", "out", "resume", "seeds")
+    return {key: value for key, value in vars(options).items() if key not in left_out}
 
 
 if __name__ == "__main__":

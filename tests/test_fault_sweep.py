@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,12 @@ import pytest
 from benchmarks.fault_models import FAMILIES
 from benchmarks.fault_sweep import (
     LOSSLESS_AND_COMPRESS,
-    Tally,
     main,
     random_trial,
-    summary,
     sweep,
     sweep_budgets,
 )
+from benchmarks.fault_tallies import Tally, summary
 from benchmarks.fault_trials import KINDS, LEVELS, Setting, Trials
 
 
@@ -100,3 +100,21 @@ def test_the_line_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["positions"] == sum(found[k] for k in ("recovered", "stopped_cleanly", "wrong"))
     assert found["by_level"]["op+unit"]["recovered"] == found["by_level"]["op+unit"]["positions"]
+
+
+def test_a_sweep_goes_on_from_what_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tallies"
+    line = ["random", "--json", "--models", "mlp", "--actions", "keep", "--out", str(out)]
+    assert main([*line, "--seeds", "1"]) == 0
+    first = out.read_text()
+    assert main([*line, "--seeds", "3", "--resume"]) == 0
+    assert out.read_text().startswith(first)
+    whole = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(whole)["positions"] == 3
+    assert main([*line[:-2], "--seeds", "3"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == whole
+    line[line.index("keep")] = "recompute"
+    with pytest.raises(ValueError, match=r"Give the same options, or another --out"):
+        main([*line, "--seeds", "3", "--resume"])
