@@ -13,6 +13,7 @@ Minutes on two cores; the tests run a few trials (tests/test_rank_faults.py).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import logging
@@ -22,23 +23,28 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the blocks are those of the tests
 
+from benchmarks.rank_fits import fit
 from benchmarks.rank_trials import NUM_RANKS, STRATEGIES, NeverFailed, Trial, draw_trial, train
 
 WATCHDOG_SECONDS = 30
-"""Without a micro-batch on any rank, until it counts as a hang."""
+"""In which all ranks wait, or which a rank computes, without a micro-batch: a hang. Time in which
+one of them could compute and the machine gives it no processor does not count."""
 _STARTING_SECONDS = 300
-"""Until both ranks have their imports, on a machine that is busy."""
+"""Until both ranks are there."""
+_COLLECTIVE_SECONDS = 1800
+"""Until a collective gives up: longer than any hang that is seen here."""
 _ALIVE = "alive"
 
 
@@ -48,17 +54,17 @@ def _worker(rank: int, trials: list[Trial], store: str, results: Any) -> None:  
     for name in ("rematic", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    results.put((rank, -1, _ALIVE))
-    timeout = datetime.timedelta(seconds=WATCHDOG_SECONDS)
+    timeout = datetime.timedelta(seconds=_COLLECTIVE_SECONDS)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS, timeout=timeout
     )
+    results.put((rank, -1, _ALIVE))
     for i, trial in enumerate(trials):
 
         def progress(i: int = i) -> None:
             results.put((rank, i, _ALIVE))
 
-        run = _fit if trial.is_fit else train
+        run = fit if trial.is_fit else train
         try:
             wanted = run(trial, rank, faulty=False, progress=progress)
             found = run(trial, rank, faulty=True, progress=progress)
@@ -73,17 +79,11 @@ def _worker(rank: int, trials: list[Trial], store: str, results: Any) -> None:  
     dist.destroy_process_group()
 
 
-def _fit(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-    from benchmarks.rank_fits import fit  # not without need: it imports Lightning
-
-    return fit(*args, **kwargs)
-
-
 def run_trials(trials: list[Trial]) -> Iterator[tuple[Trial, list[str]]]:
     """Yields each trial with the outcome of every rank."""
-    context = mp.get_context("forkserver")  # ranks that were stopped are replaced without imports
-    fits = any(trial.is_fit for trial in trials)
-    context.set_forkserver_preload(["benchmarks.rank_fits" if fits else "benchmarks.rank_trials"])
+    # Ranks that were stopped are replaced without imports. There is one server for all strategies.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.rank_fits"])
     while trials:
         outcomes = _run_until_aborted(context, trials)
         done = [o for o in outcomes if len(o) == NUM_RANKS]
@@ -113,14 +113,12 @@ def _run_until_aborted(context: Any, trials: list[Trial]) -> list[list[str]]:  #
 
 def _collect(results: Any, ranks: list[Any], num_trials: int) -> list[list[str]]:  # noqa: ANN401
     found: dict[int, list[str]] = {}
-    seen = time.monotonic()
+    idle = Idle([process.pid for process in ranks])
     num_started = 0
-    while time.monotonic() - seen < (
-        WATCHDOG_SECONDS if num_started == NUM_RANKS else _STARTING_SECONDS
-    ):
+    while idle.seconds() < (WATCHDOG_SECONDS if num_started == NUM_RANKS else _STARTING_SECONDS):
         if not results.empty():
             _, i, outcome = results.get()
-            seen = time.monotonic()
+            idle.restart()
             if outcome == _ALIVE:
                 num_started += i < 0
                 continue
@@ -133,6 +131,47 @@ def _collect(results: Any, ranks: list[Any], num_trials: int) -> list[list[str]]
         else:
             time.sleep(0.02)
     return [found[i] for i in sorted(found)]
+
+
+class Idle:
+    """The time for which processes have done nothing that they tell of, on a machine of any load.
+
+    Args:
+        pids: Their numbers.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew: one of them has told of something."""
+        self._waited = 0.0
+        self._read = time.monotonic()
+        self._computed = self._cpu_seconds()
+
+    def seconds(self) -> float:
+        """Returns the seconds in which all of them waited, and those that they computed."""
+        now = time.monotonic()
+        if not any(self._is_running(process) for process in self._processes):
+            self._waited += now - self._read
+        self._read = now
+        return self._waited + max(0.0, self._cpu_seconds() - self._computed)
+
+    @staticmethod
+    def _is_running(process: psutil.Process) -> bool:
+        try:
+            return process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+        except psutil.NoSuchProcess:
+            return False
+
+    def _cpu_seconds(self) -> float:
+        total = 0.0
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
 
 
 def judge(outcomes: list[str]) -> str:

@@ -105,6 +105,8 @@ class Failures(pl.Callback):
 def _entry(trial: Trial, *, faulty: bool) -> tuple[Strategy, list[pl.Callback]]:
     sharded = trial.strategy == "lightning-fsdp2"
     options: dict[str, Any] = {"process_group_backend": "gloo"}
+    if sharded:  # by itself the plain one would shard nothing and split tensors
+        options |= {"data_parallel_size": NUM_RANKS, "tensor_parallel_size": 1}
     if not faulty:
         return (ModelParallelStrategy if sharded else DDPStrategy)(**options), []
     ours: dict[str, Any] = {"policy": "keep", "recipe": trial.recipe, "budget": "64GiB"}

@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import rematic
-from rematic.memory import SimulatedProbe
+from rematic.memory import SimulatedProbe, load_compiler_now
 from rematic.recipes import PolicyConfig, Recipe
 from tests.step_models import WIDTH, Block
+
+# What ranks need, they have from the server that forks them: DDP alone loads a thousand modules.
+load_compiler_now()
 
 NUM_RANKS = 2
 NUM_BATCHES = 6
@@ -164,8 +169,6 @@ def _fail(gradient: torch.Tensor) -> None:
 
 def shard(model: Net, mesh: Any) -> nn.Module:  # noqa: ANN401 - a device mesh
     """Shards every block and the rest."""
-    from torch.distributed.fsdp import fully_shard
-
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -173,8 +176,6 @@ def shard(model: Net, mesh: Any) -> nn.Module:  # noqa: ANN401 - a device mesh
 
 def _wrap(model: Net, strategy: str) -> nn.Module:
     if strategy == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-
         return shard(model, init_device_mesh("cpu", (NUM_RANKS,)))
     return nn.parallel.DistributedDataParallel(model, **STRATEGIES[strategy])
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from typing import Any
 
-import pytest
+import psutil
 
-from benchmarks.rank_faults import judge, run_trials
+from benchmarks.rank_faults import Idle, judge, run_trials
 from benchmarks.rank_trials import PLACES, STRATEGIES, Trial, draw_trial
 
 
@@ -15,7 +18,6 @@ def trial(strategy: str, place: str, **changes: Any) -> Trial:
     return Trial(strategy=strategy, place=place, **{**defaults, **changes})
 
 
-@pytest.mark.timeout(240)
 def test_one_rank_recovers_while_the_other_waits_or_both_stop() -> None:
     recovered = [
         trial("ddp-unused", "backward", ranks=(0, 1), steps=(1, 3), alternating=True),
@@ -32,6 +34,47 @@ def test_one_rank_recovers_while_the_other_waits_or_both_stop() -> None:
     ], outcomes
     assert any("static_graph" in text for text in outcomes[-2][1])
     assert any("TornOptimizerStepError" in text for text in outcomes[-1][1])
+
+
+def test_fits_of_lightning() -> None:
+    recovered = [
+        trial("lightning-fsdp2", "op", steps=(5,), block=2),  # in the wrapper's own ops, late
+        trial("lightning-fsdp2", "optimizer", steps=(0,), block=0),  # in its first step
+        trial("lightning-ddp", "backward", steps=(1,)),
+        trial("lightning-callback", "optimizer", ranks=(0, 1), steps=(0,)),
+    ]
+    stopped = [trial("lightning-fsdp2", "loss")]
+    outcomes = [(t, result) for t, result in run_trials([*recovered, *stopped])]
+    assert [(t, judge(result)) for t, result in outcomes] == [
+        *((t, "recovered") for t in recovered),
+        *((t, "aborted") for t in stopped),
+    ], outcomes
+
+
+def _started(code: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", f"print('there', flush=True)\n{code}"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_a_process_that_waits_is_idle_and_one_without_a_processor_is_not() -> None:
+    waiting, computing = _started("input()"), _started("while True: pass")
+    try:
+        while psutil.Process(waiting.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.05)
+        idle, both = Idle([waiting.pid]), Idle([waiting.pid, computing.pid])
+        time.sleep(0.3)
+        assert idle.seconds() >= 0.3
+        seconds = both.seconds()
+        assert seconds <= sum(
+            sum(psutil.Process(p.pid).cpu_times()[:2]) for p in (waiting, computing)
+        )
+    finally:
+        for process in (waiting, computing):
+            process.kill()
+            process.communicate()
 
 
 def test_trials_cover_every_place() -> None:
