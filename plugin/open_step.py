@@ -278,13 +278,6 @@ def _can_allocate(num_bytes: int) -> bool:
     return True
 
 
-def _let_it_fail(num_bytes: int, where: str) -> int:
-    """Frees nothing: the mode is there to read memory after every op."""
-    return 0
-
-
-=======
->>>>>>> ba383ac (Arm steps that can never be run again as a whole)
 def _autocast_dtype() -> torch.dtype | None:
     kinds = ("cuda", "cpu")
     return next((torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)), None)
