@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rematic.control import fits_update
-from rematic.control.update_room import UPDATE_FACTOR
+from rematic.control.spare_room import UPDATE_FACTOR
 
 ROOMY: dict[str, Any] = {
     "in_use_bytes": 100,
