@@ -19,6 +19,7 @@ from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
 from rematic.optimizer_relief import retry_of_update
 from rematic.policy import Plan, Policy, Recompute, policy_named
 from rematic.policy_changes import PolicyChanges
+from rematic.recovery_start import begin_recovery
 from rematic.session_events import attach_event, notice_event, stop_event
 from rematic.session_report import format_session_report
 from rematic.session_settings import SessionSettings
@@ -26,7 +27,7 @@ from rematic.session_state import SavedSession, read_saved_session
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction
 from rematic.step_record import StepRecord
-from rematic.step_recovery import StepRecovery, begin_recovery
+from rematic.step_recovery import StepRecovery
 from rematic.supervisor import Supervisor
 from rematic.transaction import ChangingState, num_ranks
 from rematic.untrained_parameters import tell_of_untrained

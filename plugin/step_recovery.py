@@ -5,15 +5,13 @@ The smaller answers, at the op and at the unit, have been given by then (contrac
 
 from __future__ import annotations
 
-import functools
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from rematic import control
 from rematic.activations import Ledger
@@ -21,16 +19,12 @@ from rematic.control import FailedAttempt, Rung, StopReport
 from rematic.memory import is_out_of_memory, requested_bytes
 from rematic.policy import Action
 from rematic.transaction import (
-    ChangingState,
     DataParallelStep,
     ForeignCollectives,
     RestoreError,
     StepTransaction,
     abort_ranks,
-    find_wrapper,
-    num_ranks,
     release_attempt,
-    sharding_obstacle,
 )
 
 T = TypeVar("T")
@@ -289,74 +283,6 @@ class StepRecovery:
         error = StepOutOfMemoryError(control.format_stop(report))
         error.report = report
         raise error
-
-
-def begin_recovery(
-    step: RecoverableStep,
-    model: nn.Module,
-    batch: object,
-    *,
-    changing: ChangingState,
-    others: Iterable[nn.Module] = (),
-    skipped: frozenset[str] = frozenset(),
-    counts_gradients: bool = True,
-) -> StepRecovery:
-    """Takes down what a micro-batch can change, evicting if there is no room for that.
-
-    Args:
-        step: The session, with the step open.
-        model: The model.
-        batch: What the step is given.
-        changing: What steps were seen to change.
-        others: Modules outside the model that the step changes, such as a host's metrics.
-        skipped: Names of attributes of modules that belong to a host.
-        counts_gradients: As of `StepTransaction`.
-
-    Raises:
-        StepOutOfMemoryError: If there is no room even so.
-    """
-    make = functools.partial(
-        StepTransaction,
-        model,
-        batch,
-        changing=changing,
-        others=others,
-        skipped=skipped,
-        counts_gradients=counts_gradients,
-    )
-    try:
-        transaction = with_room(make, step.ledger)
-        if num_ranks() == 1:
-            return StepRecovery(step, transaction)
-        return _among_ranks(step, model, transaction)
-    except RuntimeError as error:
-        recovery = StepRecovery(step, None)
-        failure = recovery.note(error)
-        if failure is None:
-            raise
-    recovery.answer(failure)
-    raise AssertionError("without a transaction no attempt is left")
-
-
-def _among_ranks(
-    step: RecoverableStep, model: nn.Module, transaction: StepTransaction
-) -> StepRecovery:
-    wrapper = find_wrapper(model)
-    if wrapper is None:
-        obstacle = sharding_obstacle(model)
-        recovery = StepRecovery(step, transaction, obstacle=obstacle or _UNKNOWN_WRAPPER)
-    else:
-        parallel = DataParallelStep(wrapper, transaction)
-        recovery = StepRecovery(step, transaction, data_parallel=parallel)
-    if recovery.is_foreseen_to_stop():
-        step.arm()
-    return recovery
-
-
-_UNKNOWN_WRAPPER = (
-    "several ranks train together, and only under DistributedDataParallel one of them can repeat a "
-    "step by itself."
-)
 
 
 def with_room(make: Callable[[], T], ledger: Ledger) -> T:
