@@ -128,13 +128,19 @@ class Trainer:
 
         ids = torch.tensor([tokens])
         batch = {"input_ids": ids, "labels": ids}
-        covered = contextlib.nullcontext() if self.session is None else self.session.step(batch)
-        with covered:
+
+        def forward_backward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
             loss = self.model(**batch, use_cache=False).loss
             loss.backward()
+            return loss.detach()
+
+        if self.session is None:
+            loss = forward_backward(batch)
+        else:
+            loss = self.session.run(forward_backward, batch)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return float(loss)
 
     def num_evictions(self) -> int:
         """Returns how often blocks have let go of something, or run again, to make room."""

@@ -288,7 +288,7 @@ class ModelPlanner:
         decision, request = question.decision, question.request
         reserve = plans.errors.reserve_share
         room = int(control.room_bytes(decision, request) / (1 + reserve))
-        if plans.proven_bytes is not None:  # less than what was proven, and not armed
+        if request.repeatable and plans.proven_bytes is not None:  # less than that, and not armed
             assert request.in_use_bytes is not None
             proven = int((plans.proven_bytes - request.in_use_bytes) / (1 + UNARMED_SHARE))
             room = min(room, proven)

@@ -162,7 +162,7 @@ class Session:
     def run(self, fn: Callable[[B], T], batch: B, *, reduction: Reduction | None = None) -> T:
         """Runs `fn(batch)`, which does forward and backward and returns the loss, as one step.
 
-        An allocation that fails is answered at the op where there is no room to spare (unless the
+        An allocation that fails is answered at the op where the step was thought risky (unless the
         recipe's `op_retry` is `never`), then at the unit. If that does not help, everything is put
         back and `fn(batch)` runs again under a heavier plan, `control.attempts`
         times at most. It must end before gradients are clipped and the optimizer steps.
@@ -205,22 +205,22 @@ class Session:
             skipped=skipped,
             counts_gradients=counts_gradients,
         )
-        if self._step is not None and num_ranks() == 1 and self.settings.attempts > 1:
+        if self._step is not None and self._asked is not None and self._asked.repeatable:
             self._step.let_units_stand_aside()
         return recovery
 
-    def begin_step(self, batch: object = None, *, armed_unless_spare: bool = False) -> None:
+    def begin_step(self, batch: object = None, *, repeatable: bool = False) -> None:
         """Plans for a micro-batch and starts to watch it; hosts pair it with `end_step`.
 
         Args:
             batch: The micro-batch, read for its shape only.
-            armed_unless_spare: Whether to retry failed ops unless there is room to spare.
+            repeatable: Whether the caller takes a `recovery` and runs the step again by it.
         """
         if self._step is not None:
             self.abort_step(None)
         self.supervisor.before_step()
         self._policies.refuse_other_start(self._engine.joint_units())
-        SessionStep(self).open(batch, armed_unless_spare=armed_unless_spare)
+        SessionStep(self).open(batch, repeatable=repeatable)
 
     def end_step(self) -> StepRecord:
         """Ends the micro-batch, learns from it and writes it to the journal."""

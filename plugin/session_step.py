@@ -49,17 +49,19 @@ class SessionStep:
         self._session = session
         self._max_parts = max_parts
 
-    def open(self, batch: object, *, armed_unless_spare: bool) -> None:
+    def open(self, batch: object, *, repeatable: bool) -> None:
         """Plans for a micro-batch and starts to watch it.
 
         Args:
             batch: The micro-batch, read for its shape only.
-            armed_unless_spare: Whether to retry failed ops unless there is room to spare.
+            repeatable: Whether the caller takes a `recovery` and runs the step again by it.
         """
         session = self._session
         shape = with_room(lambda: session.settings.batch_shape(batch), self.ledger)
         before = session.probe.snapshot()
-        session._asked = asked = self._request(shape, before.allocated_bytes)
+        repeatable = repeatable and num_ranks() == 1 and session.settings.attempts > 1
+        asked = replace(self._request(shape, before.allocated_bytes), repeatable=repeatable)
+        session._asked = asked
         decision = control.plan_step(session.costs, asked)
         if session._model_planner is not None:
             decision = session._model_planner.refine(decision, asked, shape, batch)
@@ -71,7 +73,6 @@ class SessionStep:
             capacity_bytes=before.capacity_bytes,
             reserve=session.settings.reserve,
         )
-        armed = armed or (armed_unless_spare and not spare)
         self._open(shape, decision, before, armed=armed, spare=spare)
 
     def _open(
@@ -118,7 +119,7 @@ class SessionStep:
         """Runs `fn(batch)` as one step, again if memory runs out."""
         session = self._session
         self._max_parts = self.parts_allowed(batch, reduction)
-        session.begin_step(batch, armed_unless_spare=True)
+        session.begin_step(batch, repeatable=True)
         recovery = session.recovery(batch, max_parts=self._max_parts)
 
         def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - what the user's step returns

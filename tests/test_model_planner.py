@@ -277,7 +277,7 @@ def test_after_a_step_that_took_more_than_predicted_plans_leave_more_room(
     assert surprised["evictions"] > 0, "the end of a unit passed the limit"
     for record in after:
         assert record["evictions"] == 0
-        assert record["predicted_peak_bytes"] <= surprised["predicted_peak_bytes"] - 20_000
+        assert record["predicted_peak_bytes"] <= surprised["predicted_peak_bytes"] - 15_000
     assert max(training.peaks) <= surprised["budget_bytes"]
 
 
@@ -339,7 +339,6 @@ def test_steps_are_not_armed_once_others_came_as_near_the_budget_unharmed(
     plain: tuple[Outcome, int], recomputed: int
 ) -> None:
     training = Training(_budget(plain, recomputed, 0.5), policy="planned")
-    training._step = functools.partial(_plain_step, training)  # type: ignore[method-assign]
     training.train([64] * 12)
     planned = _by_model(training)
     armed = [record["armed"] for record in planned]
@@ -353,13 +352,24 @@ def test_steps_are_not_armed_once_others_came_as_near_the_budget_unharmed(
         assert (record["predicted_peak_bytes"] - used) * 1.02 <= highest - used
 
 
+def test_a_step_that_only_its_caller_could_repeat_is_armed_near_the_budget(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """However often it went well: where memory runs out unarmed, its batch would be lost."""
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training._step = functools.partial(_plain_step, training)  # type: ignore[method-assign]
+    training.train([64] * 12)
+    planned = _by_model(training)
+    assert len(planned) >= 6
+    assert all(record["armed"] for record in planned)
+
+
 def test_a_step_that_is_not_armed_tries_the_room_that_it_will_take(
     plain: tuple[Outcome, int], recomputed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, tried, answers = [16] + [64] * 7, [], [False, False, True, True, True, True, True]
     training = Training(_budget(plain, recomputed, 0.5), policy="planned")
     monkeypatch.setattr(training.probe, "kind", "host", raising=False)
-    training._step = functools.partial(_plain_step, training)  # type: ignore[method-assign]
 
     def can_allocate(num_bytes: int) -> bool:
         tried.append(num_bytes)

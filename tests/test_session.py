@@ -61,32 +61,6 @@ def test_a_step_whose_batch_is_not_known_is_armed(given: bool, armed: bool) -> N
     session.detach()
 
 
-@pytest.mark.parametrize(
-    ("budget", "capacity", "armed"),
-    [
-        ("1GiB", 1 << 30, [True, False]),
-        ("8KiB", 1 << 30, [True, True]),
-        ("1GiB", 1 << 13, [True, True]),
-        ("1GiB", None, [True, True]),
-        (None, 1 << 30, [True, True]),
-    ],
-)
-def test_a_step_that_can_be_repeated_is_armed_unless_there_is_room(
-    budget: str | None, capacity: int | None, armed: list[bool]
-) -> None:
-    """The first of two equal steps shows what they take; budget and device must know of room."""
-    model, x = make_model(), make_input(10)
-    seen = []
-    with SimulatedProbe(capacity) as probe:
-        session = rematic.attach(model, policy="keep", budget=budget, probe=probe)
-        for _ in range(2):
-            session.run(lambda batch: model(batch).backward(), x)
-            assert session.last_step is not None
-            seen.append(session.last_step.armed)
-    assert seen == armed
-    session.detach()
-
-
 def test_ending_a_step_that_was_not_begun_is_refused() -> None:
     session = rematic.attach(make_model(), policy="keep")
     with pytest.raises(RuntimeError, match="no step is open: expected `begin_step` before"):

@@ -59,8 +59,9 @@ def adopt(
 ) -> StepDecision:
     """Returns the decision with the plan of the model in place of the measured one.
 
-    What keeps a step safe stays: a step that comes near the budget is armed until steps have come
-    as near without a failure, and one of a shape that was never measured is armed and watched.
+    What keeps a step safe stays: a step that comes near the budget is armed, until steps have come
+    as near without a failure if it could run again as a whole; and one of a shape that was never
+    measured is armed and watched.
     (The mode of the retry is not free: under it autograd adds gradients out of place.)
 
     Args:
@@ -76,7 +77,7 @@ def adopt(
     peak = request.in_use_bytes + proposal.peak_bytes
     budget = request.budget_bytes or 0
     is_near = peak > RISKY_SHARE * budget
-    if proven_bytes is not None and peak <= proven_bytes:
+    if request.repeatable and proven_bytes is not None and peak <= proven_bytes:
         is_near = False
     actions = proposal.plan.counts()
     return replace(

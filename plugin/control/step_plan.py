@@ -122,6 +122,9 @@ class StepRequest:
     reserve: float
     """Share of the budget that stays free for what is not seen (fragmentation, workspaces)."""
 
+    repeatable: bool = False
+    """Whether the step can run again as a whole, should memory run out in it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepDecision:

@@ -95,7 +95,7 @@ class RecoverableCall:
         self._place = place = place_of_batch(fn, args)
         named = (value for value in kwargs.values() if not isinstance(value, _NO_BATCHES))
         batch = next(named, None) if place is None else args[place]
-        self._session.begin_step(batch)
+        self._session.begin_step(batch, repeatable=True)
         try:
             result = self._attempts(fn, args, kwargs)
         except BaseException as error:

@@ -155,7 +155,8 @@ class LightningDriver:
             return step(*args, **kwargs)
         self.cover(optimizers)
         self._log_figures(self._module.trainer)
-        self.session.begin_step(args[0] if args else kwargs.get("batch"))
+        batch = args[0] if args else kwargs.get("batch")
+        self.session.begin_step(batch, repeatable=self._module.automatic_optimization)
         self._is_open = True
         try:
             self._recovery = LightningRecovery(self.session, self._module, step, args, kwargs)
