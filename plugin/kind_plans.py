@@ -38,6 +38,10 @@ AGREEING_SHARE = 0.02
 MAX_WATCHED = 3
 """Most steps that the model has planned and that are watched."""
 
+UNARMED_SHARE = 0.02
+"""Share of the rise by which steps that are not armed stay below what armed ones reached, twice as
+much after each of them that ran out of memory."""
+
 MIN_PROOFS = 2
 """So many armed steps must go well before steps that come as near the budget are not armed."""
 
@@ -103,6 +107,9 @@ class KindPlans:
     highest_bytes: int = 0
     """The highest peak among them."""
 
+    num_losses: int = 0
+    """Steps that were not armed and ran out of memory."""
+
     errors: ForecastErrors = field(default_factory=ForecastErrors)
     """How far predictions were off."""
 
@@ -133,6 +140,16 @@ class KindPlans:
         """
         self.num_proofs = 0 if failed else self.num_proofs + 1
         self.highest_bytes = 0 if failed else max(self.highest_bytes, peak_bytes)
+
+    def note_loss(self) -> None:
+        """Takes note that a step that was not armed ran out of memory."""
+        self.num_losses += 1
+        self.prove(0, failed=True)
+
+    @property
+    def unarmed_share(self) -> float:
+        """Share of the rise by which unarmed steps stay below what armed ones reached."""
+        return UNARMED_SHARE * (1 << self.num_losses)
 
     def take(self, profile: StepProfile, pace: Pace, *, length: int) -> None:
         """Takes up a profile if it tells what the sample rose by.

@@ -39,9 +39,6 @@ MAX_KINDS = 6
 MAX_SAMPLES = 4
 """Steps that are watched for the sake of one kind until one of them was undisturbed."""
 
-UNARMED_SHARE = 0.02
-"""Share of the rise by which steps that are not armed stay below what armed ones reached."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
@@ -158,10 +155,15 @@ class ModelPlanner:
         plans = None if kind is None else self._kinds.get(kind)
         return decision if plans is None else _timed(decision, plans, shape)
 
-    def note_loss(self) -> None:
-        """Takes note that a step ran out of memory: nothing counts as proven any more."""
-        for plans in self._kinds.values():
-            plans.prove(0, failed=True)
+    def note_loss(self, decision: StepDecision) -> None:
+        """Takes note that memory ran out in a step that was begun so and was not armed.
+
+        Args:
+            decision: What it started with.
+        """
+        asked = self._open
+        if asked is not None and asked.decision is decision and asked.proposal is not None:
+            self._kinds[asked.kind].note_loss()
 
     def learn(
         self,
@@ -290,7 +292,7 @@ class ModelPlanner:
         room = int(control.room_bytes(decision, request) / (1 + reserve))
         if request.repeatable and plans.proven_bytes is not None:  # less than that, and not armed
             assert request.in_use_bytes is not None
-            proven = int((plans.proven_bytes - request.in_use_bytes) / (1 + UNARMED_SHARE))
+            proven = int((plans.proven_bytes - request.in_use_bytes) / (1 + plans.unarmed_share))
             room = min(room, proven)
         try:
             proposal = plans.propose(

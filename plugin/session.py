@@ -251,8 +251,8 @@ class Session:
             return
         step = self._close_step()
         if error is not None and is_out_of_memory(error):
-            if self._model_planner is not None:
-                self._model_planner.note_loss()
+            if self._model_planner is not None and not step.armed:
+                self._model_planner.note_loss(step.decision)
             self.settings.journal.write(stop_event(step, error))
 
     def evict(self, num_bytes: int) -> int:

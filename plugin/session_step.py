@@ -172,6 +172,8 @@ class SessionStep:
         """Opens the step again under a plan; None for the one it had."""
         session = self._session
         step = session._close_step()
+        if session._model_planner is not None and not step.armed:
+            session._model_planner.note_loss(step.decision)
         before = session.probe.snapshot()
         request = self._request(step.shape, before.allocated_bytes)
         request = replace(request, actions=session.plan.actions if actions is None else actions)

@@ -424,6 +424,34 @@ def test_a_failure_takes_away_what_was_proven() -> None:
     assert plans.proven_bytes == 150
 
 
+def test_an_unarmed_step_that_ran_out_is_noted_and_the_next_ones_stay_further_below(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training.train([64] * 4)
+    assert training.session is not None
+    assert training.session._model_planner is not None
+    (plans,) = training.session._model_planner.kinds.values()
+    assert plans.unarmed_share == 0.02
+    assert plans.proven_bytes is not None
+    attempts = []
+
+    def runs_out_once(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = training.model(ids, labels=ids).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        attempts.append(training.session._step.armed)  # type: ignore[union-attr]
+        if len(attempts) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss.detach()
+
+    session = training.session
+    training._step = lambda ids: session.run(runs_out_once, ids)  # type: ignore[method-assign]
+    training.train([64])
+    assert attempts == [False, True]
+    assert plans.unarmed_share == 0.04
+    assert plans.proven_bytes is None
+
+
 def test_the_first_long_step_is_planned_by_the_model(
     plain: tuple[Outcome, int], recomputed: int
 ) -> None:
