@@ -15,6 +15,9 @@ from rematic.activations import torch_private
 from rematic.activations.arguments import Argument
 from rematic.activations.record import Record
 
+_MANY = 8
+"""Storages beyond those alive that are known before dead ones are looked for."""
+
 
 @dataclass(slots=True)
 class _Given:
@@ -34,7 +37,7 @@ class SharedInputs:
     def __init__(self) -> None:
         self._given: dict[int, _Given] = {}
         self._shared: dict[int, set[int]] = {}
-        self._purge_at = 64
+        self._purge_at = _MANY
 
     def learn(self, record: Record) -> None:
         """Takes note of what a call was given, when it has ended and nothing of it has moved."""
@@ -66,4 +69,4 @@ class SharedInputs:
     def _purge(self) -> None:
         if len(self._given) >= self._purge_at:
             self._given = {k: g for k, g in self._given.items() if g.storage() is not None}
-            self._purge_at = 2 * len(self._given) + 64
+            self._purge_at = 2 * len(self._given) + _MANY

@@ -230,4 +230,5 @@ def test_case_f19_two_hundred_steps_are_flat_without_the_collector(
     assert held == [0] * 200
     assert used == [0] * 200
     assert alive == []
-    assert objects[1] - objects[0] < 50
+    # not one a step: 24 are the switches in the history, up to 24 inputs that have died lately
+    assert objects[1] - objects[0] < 100

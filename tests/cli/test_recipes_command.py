@@ -54,7 +54,13 @@ def test_shows_where_each_value_was_written(capsys: pytest.CaptureFixture[str]) 
     assert places["r"] == "override 1: tuning.r=8"
     assert "llama-3.1-8b-qlora-32k.yaml:" in places["max_length"]
     assert "llama-3.1-8b-qlora-16k.yaml:" in places["vocab_size"]
-    assert places["epochs"].endswith("16k.yaml:52:11")
+    base = (
+        (Path(recipes.__file__).parent / "llama-3.1-8b-qlora-16k.yaml")
+        .read_text("utf-8")
+        .splitlines()
+    )
+    (line,) = [i for i, text in enumerate(base, start=1) if text.startswith("  epochs: ")]
+    assert places["epochs"].endswith(f"16k.yaml:{line}:{len('  epochs: ') + 1}")
     assert places["rslora"] == "default"
     assert yaml.safe_load(text)["tuning"]["r"] == 8
 
