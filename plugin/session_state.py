@@ -50,7 +50,9 @@ class SavedSession:
             "num_steps": self.num_steps,
             "history": control.history_to_plain(self.history),
             "costs": control.costs_to_plain(self.costs),
-            "control": self.controller and control.controller_to_plain(self.controller),
+            "control": (
+                None if self.controller is None else control.controller_to_plain(self.controller)
+            ),
             "planner": kinds_to_plain(self.kinds),
         }
 
@@ -85,7 +87,7 @@ def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> Sav
             num_steps=int(state["num_steps"]),
             history=control.history_from_plain(state["history"]),
             costs=control.costs_from_plain(state["costs"]),
-            controller=controller and control.controller_from_plain(controller),
+            controller=None if controller is None else control.controller_from_plain(controller),
             kinds=kinds_from_plain(state.get("planner", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:

@@ -168,12 +168,17 @@ class SessionStep:
             max_parts=self._max_parts,
         )
 
+    def note_failure(self) -> None:
+        """Takes note that memory ran out in the open step, before it is opened again."""
+        session = self._session
+        step, planner = session._step, session._model_planner
+        if planner is not None and step is not None and not step.armed:
+            planner.note_loss(step.decision)
+
     def reopen(self, actions: tuple[Action | None, ...] | None) -> None:
         """Opens the step again under a plan; None for the one it had."""
         session = self._session
         step = session._close_step()
-        if session._model_planner is not None and not step.armed:
-            session._model_planner.note_loss(step.decision)
         before = session.probe.snapshot()
         request = self._request(step.shape, before.allocated_bytes)
         request = replace(request, actions=session.plan.actions if actions is None else actions)

@@ -66,6 +66,9 @@ class RecoverableStep(Protocol):
     def first_attempt(self) -> control.FirstAttempt:
         """Returns what failed and what is allowed."""
 
+    def note_failure(self) -> None:
+        """Takes note that memory ran out in the open step."""
+
     def reopen(self, actions: tuple[Action, ...] | None) -> None:
         """Opens the step again under a plan; None for the one it had."""
 
@@ -170,6 +173,7 @@ class StepRecovery:
         Raises:
             StepOutOfMemoryError: If there is none.
         """
+        self._step.note_failure()
         self._step.ledger.evict(1 << 62)  # what a loss that someone holds keeps alive
         _release_cached_blocks()
         name = "as planned" if self.rung is None else self.rung.name

@@ -20,6 +20,7 @@ from rematic.kind_plans import KindPlans
 from rematic.memory import SimulatedProbe
 from rematic.policy import Recompute
 from rematic.recipes import MemoryConfig, PolicyConfig, Recipe, RecomputeConfig, RuleConfig
+from rematic.session_step import SessionStep
 from tests.activations.blocks import make_input, make_model
 from tests.activations.parity import Outcome, differences
 from tests.events import Events
@@ -450,6 +451,26 @@ def test_an_unarmed_step_that_ran_out_is_noted_and_the_next_ones_stay_further_be
     assert attempts == [False, True]
     assert plans.unarmed_share == 0.04
     assert plans.proven_bytes is None
+
+
+def test_a_step_that_is_opened_again_without_a_failure_takes_nothing_away(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """As a batch does that runs under two policies to compare them."""
+    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
+    training.train([64] * 4)
+    session = training.session
+    assert session is not None
+    assert session._model_planner is not None
+    (plans,) = session._model_planner.kinds.values()
+    proven = plans.proven_bytes
+    assert proven is not None
+    session.begin_step(torch.zeros(1, 64, dtype=torch.long), repeatable=True)
+    assert session._step is not None
+    assert not session._step.armed
+    SessionStep(session).reopen(None)
+    assert (plans.unarmed_share, plans.proven_bytes) == (0.02, proven)
+    session.abort_step(None)
 
 
 def test_the_first_long_step_is_planned_by_the_model(

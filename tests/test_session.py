@@ -188,3 +188,10 @@ def test_a_damaged_state_is_refused_and_nothing_of_it_taken(key: str) -> None:
         session.load_state_dict(damaged)
     assert session.state_dict() == before
     session.detach()
+
+
+def test_an_empty_state_of_the_controller_is_a_damaged_one() -> None:
+    session = rematic.attach(make_model(), policy="keep")
+    with pytest.raises(ValueError, match=r"^the saved state is damaged .*: expected what"):
+        session.load_state_dict({**session.state_dict(), "control": {}})
+    session.detach()
