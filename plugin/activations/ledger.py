@@ -76,6 +76,8 @@ class Ledger:
         """What the safety check found, by kind of unit."""
         self.harmless_writes = HarmlessWrites()
         """Which parameters were written to without being changed."""
+        self.notes_for_all: set[str] = set()
+        """What was said of the calls of one unit and holds for the others."""
         self.waiting = WaitingRecords()
         """Records of first calls that are let go when it is known what becomes of their inputs."""
         self.shared_inputs = SharedInputs()

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +22,12 @@ from rematic.activations.compiled import is_compiled
 from rematic.activations.functions_inside import host_generators_of
 from rematic.activations.graphless import GRAPH_IS_SHARED, Call, Parted, joined
 from rematic.activations.harmless_writes import OwnWrites
-from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.key_value_cache import FILLS_CACHE, CachesOfCall
 from rematic.activations.ledger import Ledger
 from rematic.activations.module_state import ModuleState
 from rematic.activations.module_walk import ModuleWalk
 from rematic.activations.moving import move_away
 from rematic.activations.nested import ContainerContents
-from rematic.activations.notices import Notice
 from rematic.activations.observers import Observers
 from rematic.activations.record import Record
 from rematic.activations.reused_inputs import INPUT_IS_REUSED, ReusedInputs
@@ -38,6 +36,7 @@ from rematic.activations.safety import judge
 from rematic.activations.selective import OpSelection, SelectiveCache
 from rematic.activations.surroundings import Surroundings
 from rematic.activations.tiling import Tiling
+from rematic.activations.unit_findings import UnitFindings
 from rematic.activations.unit_forward import UnitForward, recording_state
 from rematic.activations.unit_kind import kind_of
 from rematic.memory import LastTries, is_out_of_memory, requested_bytes
@@ -45,19 +44,22 @@ from rematic.stash import Stash
 
 _log = logging.getLogger("rematic")
 _WRITES = "it writes to its parameters, and whether that changes them is not known yet"
+_EVALUATES = (
+    "in evaluation mode while gradients are on. It is managed all the same, without dropout: call "
+    "`model.train()` to train, or evaluate under `torch.no_grad()`"
+)
 _FIRST_CALL = "whether it can be replayed is known only when its first call ends"
 
 
-class Unit:
+class Unit(UnitFindings):
     """A module instance whose activations are managed together.
 
     Its `forward` is an attribute of the instance (contract 2); `restore()` takes it away again.
     """
 
     def __init__(self, name: str, module: nn.Module, *, position: int, ledger: Ledger) -> None:
-        self.name = name
+        super().__init__(name, ledger)
         self.position = position
-        self.ledger = ledger
         self.starts_held = False
         """Whether the next records start held (`keep`, and what is moved when the forward has
         ended: `offload`, `compress`) or evicted (`selective`, `recompute`, `recompute+offload`)."""
@@ -74,19 +76,12 @@ class Unit:
         """Forwards that ran under a record."""
         self.num_retries = 0
         """Forwards run again because memory ran out."""
-        self.pinned: str | None = None
-        """Why this unit's records are never evicted, None if they can be."""
         self.trusted = False
         """Whether the user vouches that it can be replayed: it is not checked."""
         self.tiling: Tiling | None = None
         """Runs calls in slices (`tile`), None for whole calls."""
-        self.graphless = False
-        """Whether its graph keeps tensors unseen, so that records which do not start held do
-        without one."""
         self.routing: Routing | None = None
         """Its routers, whose decisions replays keep; None if it has none."""
-        self.joint: str | None = None
-        """The collective that its forward was seen to begin, None for none."""
         self.agreed = False
         """Whether its action is that of the policy, and so the same on all ranks."""
         self._observers = Observers()
@@ -96,7 +91,6 @@ class Unit:
         self._module = weakref.ref(module)
         # Names of the tensors and objects that forward changes, in training and in evaluation.
         self._mutable: dict[bool, frozenset[str]] = {}
-        self._notes: set[str] = set()
         self._schedule = CheckSchedule()
         self._watches_hooks = True
         self._forward = UnitForward(self, module)
@@ -159,8 +153,10 @@ class Unit:
         caches = CachesOfCall(self.module, (args, kwargs))
         recorded = caches.for_record((args, kwargs))
         filled_cache = caches.is_filled
-        if caches.are_written and self.position == 0:
-            self.note_once(FILLS_CACHE)
+        if caches.are_written:
+            self.note_for_all(FILLS_CACHE)
+        if not self.module.training:
+            self.note_for_all(_EVALUATES)
         given = ContainerContents((*args, *kwargs.values()))
         self._meet_new_hooks()
         self._schedule.begin_call(self.module.training)
@@ -306,9 +302,9 @@ class Unit:
         if record.pinned == _FIRST_CALL:
             record.pinned = self.joint
         if record.arguments.mutated_positions():
-            self._pin(record, "it changes its input in place. Clone the input inside the unit")
+            self.pin(record, "it changes its input in place. Clone the input inside the unit")
         elif first and record.pinned != _WRITES and self._writes.remain(parameters):
-            self._pin(record, "it changes its parameters in place")
+            self.pin(record, "it changes its parameters in place")
         elif awaited and record.pinned is None:
             self._check_after(record, surroundings)
         elif record.module_state.changed_outside():
@@ -372,7 +368,7 @@ class Unit:
             self.note_once(f"its activations are kept in this call: {record.pinned}{unseen}")
         else:
             again = f"its forward changes {changed}, which a replay would change again"
-            self._refuse(record, f"{again}{unseen}")
+            self.refuse(record, f"{again}{unseen}")
 
     def _check(self, record: Record) -> None:
         num_hooks = self._observers.num_present(record.module_state.inner_modules())
@@ -389,40 +385,11 @@ class Unit:
         if verdict.hooks_act:
             self._observers.forget()
         if verdict.hidden is not None and verdict.hidden.matters:
-            self._take_note_of(verdict.hidden)
+            self.take_note_of(verdict.hidden)
         if verdict.objection is not None:
-            self._refuse(record, verdict.objection)
-
-    def _take_note_of(self, hidden: HiddenStash) -> None:
-        self.graphless = hidden.is_closed
-        figures = {"hidden": hidden.hidden_bytes, "declared": hidden.declared_bytes}
-        _log.info("unit %r: %s", self.name, hidden.text)
-        self.tell("hidden_stash", hidden.text, figures)
-
-    def _refuse(self, record: Record, objection: str) -> None:
-        reason = objection.rstrip(".")
-        self._pin(record, f"{reason}. If you know better, name it in `policy.trust`")
-
-    def _pin(self, record: Record, reason: str) -> None:
-        record.pinned = reason.split(". ")[0]
-        if self.pinned is None:
-            self.pinned = record.pinned
-            text = f"is kept under every policy, since it cannot be replayed: {reason}."
-            _log.warning("unit %r %s", self.name, text)
-            self.tell("kept", text)
+            self.refuse(record, verdict.objection)
 
     @property
     def _is_first_call(self) -> bool:
         """Whether it is not known yet which tensors forward changes (in this mode)."""
         return self.module.training not in self._mutable
-
-    def note_once(self, text: str) -> None:
-        """Logs what is unusual about a call of this unit, once for each text."""
-        if text not in self._notes:
-            self._notes.add(text)
-            _log.warning("unit %r: %s", self.name, text)
-            self.tell("call", text)
-
-    def tell(self, kind: str, text: str, figures: Mapping[str, float] | None = None) -> None:
-        """Tells the journal what was found out about this unit."""
-        self.ledger.tell(Notice(unit=self.name, kind=kind, text=text, figures=figures or {}))

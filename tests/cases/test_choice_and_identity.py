@@ -108,14 +108,21 @@ def test_case_g1_exact_numbers_of_forwards(policy: str, expected: list[int]) -> 
     session.detach()
 
 
-def test_case_g1_evaluation_mode_with_gradients_is_managed_all_the_same() -> None:
-    """Checkpointing of transformers is silently off then; here nothing needs a warning."""
-    model = stack().eval()
+def test_case_g1_evaluation_mode_with_gradients_is_managed_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Checkpointing of transformers is silently off then."""
+    model = stack()
+    model[1].eval()
+    model[2].eval()
     session = attach(model, "recompute", recipe={"policy": {"trust": ["*"]}})
     for _ in range(2):
         Part.calls.clear()
         one_step(model, x())
         assert _calls(model, Attention) == _calls(model, MLP) == [2] * 4
+    said = [line for line in caplog.messages if "evaluation mode" in line]
+    assert len(said) == 1
+    assert said[0].startswith("unit '1': in evaluation mode while gradients are on")
     session.detach()
 
 
