@@ -9,6 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
+
+# Another program on the same core can make any example slow.
+settings.register_profile(
+    "shared core", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("shared core")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -100,7 +100,7 @@ def plain_pair(family: Family) -> Outcome:
     return run_steps(make(family), family)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_random_evictions_at_random_moments_leave_the_same_bits(

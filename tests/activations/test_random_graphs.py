@@ -208,7 +208,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     programs=st.lists(program, min_size=3, max_size=3),
     actions=st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=3),

@@ -125,7 +125,7 @@ def close(found: Any, wanted: Any) -> bool:
     return torch.allclose(found, wanted, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     ops=programs(),
     num_tiles=st.integers(2, 5),

@@ -35,7 +35,7 @@ def two_inputs(x: torch.Tensor, *, gate: dict[str, torch.Tensor], scale: float) 
     return {"y": y, "parts": (y.sum(-1), None, "name")}
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(length=st.integers(1, 9), num_tiles=st.integers(1, 12), dim=st.sampled_from([1, -2]))
 def test_any_length_and_number_of_tiles(length: int, num_tiles: int, dim: int) -> None:
     torch.manual_seed(0)

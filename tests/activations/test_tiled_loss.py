@@ -79,7 +79,7 @@ def test_values_and_gradients_are_the_promised_ones(
     assert_like_plain(inputs, tile_tokens=5)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     tokens=st.integers(1, 12),
     vocabulary=st.integers(1, 12),

@@ -153,7 +153,7 @@ def test_ranks_never_differ_whatever_the_schedule() -> None:
     asks=st.integers(1, 5),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_wish_comes_on_all_ranks_that_collectives_keep_together(
     number: int, asks: int, order: object
 ) -> None:

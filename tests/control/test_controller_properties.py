@@ -46,7 +46,7 @@ def run(steps: list[dict[str, Any]], rules: ControlRules, **world: Any) -> World
     return World(lambda step, _: steps[step], rules=rules, **world).run(len(steps))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS, st.sampled_from([*LADDER, "planned"]), st.integers(0, 5))
 def test_switches_are_bounded_whatever_comes(
     steps: list[dict[str, Any]], policy: str, switches_max: int
@@ -63,7 +63,7 @@ def test_switches_are_bounded_whatever_comes(
     assert rollbacks <= len(switched), "a rollback takes back one switch"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(STEPS)
 def test_every_change_is_one_step_up_or_back_to_where_it_came_from(
     steps: list[dict[str, Any]],
@@ -78,7 +78,7 @@ def test_every_change_is_one_step_up_or_back_to_where_it_came_from(
     assert len(changed) == len(world.stack) + 2 * changed.count("rollback")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STEPS)
 def test_a_pinned_policy_and_a_watching_controller_change_nothing(
     steps: list[dict[str, Any]],
@@ -91,7 +91,7 @@ def test_a_pinned_policy_and_a_watching_controller_change_nothing(
         assert len([d for d in world.decisions if d.person]) <= 3, "each trouble is told once"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STEPS, st.data())
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(
     steps: list[dict[str, Any]], data: st.DataObject

@@ -12,7 +12,7 @@ coefficients = st.lists(st.integers(-(2**40), 2**40), min_size=6, max_size=6)
 
 
 @given(coefficients)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_fit_finds_the_polynomial_again(numbers):
     wanted = Polynomial.of(dict(zip(POWERS, numbers, strict=True)))
     assert GRID.fit([wanted(batch, length) for batch, length in GRID.points]) == wanted
@@ -35,7 +35,7 @@ def test_sum_and_difference():
 
 
 @given(st.lists(coefficients, min_size=1, max_size=6), st.integers(1, 64), st.integers(1, 2**20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_an_envelope_loses_no_peak(several, batch, length):
     polynomials = [Polynomial.of(dict(zip(POWERS, numbers, strict=True))) for numbers in several]
     highest = max(0, *(p(batch, length) for p in polynomials), 0)

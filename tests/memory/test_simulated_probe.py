@@ -463,7 +463,7 @@ def test_after_a_step_only_what_is_returned_is_left() -> None:
 # --- against a model of the ledger ------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["new", "view", "drop", "inplace"]), st.integers(0, 9))))
 def test_bytes_are_those_of_the_distinct_storages_alive(actions: list[tuple[str, int]]) -> None:
     tensors: list[torch.Tensor] = []

@@ -73,7 +73,7 @@ def test_units_of_one_class_share_their_options():
     assert problem.around.head == 50
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, derandomize=True, database=None)
 @given(
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 500), st.booleans()), max_size=8),
     st.booleans(),

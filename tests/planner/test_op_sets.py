@@ -13,7 +13,7 @@ from rematic.planner.op_sets import (
 )
 from tests.planner.blocks import OPS, op
 
-properties = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+properties = settings(max_examples=50, derandomize=True, database=None)
 
 
 def test_views_random_ops_and_what_is_changed_in_place_are_never_kept():

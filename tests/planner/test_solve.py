@@ -10,7 +10,7 @@ from rematic.policy import Keep, Offload, Recompute, RecomputeOffload
 from tests.planner.problems import option, small_problems
 
 # A fixed seed: what the suite finds today it finds tomorrow.
-properties = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+properties = settings(max_examples=60, derandomize=True, database=None)
 
 
 @properties
@@ -50,7 +50,7 @@ def test_what_differs_between_options_beside_their_own_bytes_is_counted_on_the_s
     assert solution.fits == (solution.peak.total <= budget)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, derandomize=True, database=None)
 @given(st.integers(0, 10**6), st.integers(2, 40), st.lists(st.floats(0, 1), min_size=2, max_size=6))
 def test_more_budget_never_gives_a_slower_plan(seed, num_units, shares):
     problem = stack(num_units, seed=seed)

@@ -103,7 +103,7 @@ _RECIPES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_RECIPES)
 def test_a_recipe_survives_writing_and_loading(recipe: Recipe) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ def test_a_recipe_survives_writing_and_loading(recipe: Recipe) -> None:
         assert load_recipe(path) == recipe
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(_RECIPES)
 def test_other_readers_of_yaml_see_the_same_values(recipe: Recipe) -> None:
     assert yaml.safe_load(format_recipe(recipe)) == recipe_as_plain(recipe)

@@ -295,7 +295,7 @@ _PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 5), _PIECES), min_size=1, max_size=4))
 def test_a_damaged_file_loads_or_is_refused(damages: list[tuple[float, int, bytes]]) -> None:
     content = find_recipe("tiny-cpu").read_bytes()

@@ -24,7 +24,7 @@ def take(segments: Segments, num_bytes: int) -> Segment | None:
     return segment
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     script=st.lists(
         st.one_of(

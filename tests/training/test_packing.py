@@ -43,7 +43,7 @@ def gradients(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[float
     return total, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(20, 30))
 def test_every_document_is_in_one_sequence_that_holds_it(lengths: list[int], capacity: int) -> None:
     sequences = pack_documents(lengths, capacity=capacity)
