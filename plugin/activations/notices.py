@@ -6,6 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
+def words_of(text: str) -> str:
+    """Returns a sentence without its digits.
+
+    Sizes and shapes differ from call to call where lengths do; what is said once is said once
+    whatever numbers stand in it.
+    """
+    return "".join(letter for letter in text if not letter.isdigit())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Notice:
     """One thing that was found out about a unit."""

@@ -14,6 +14,7 @@ from torch import nn
 from rematic.activations.ambient import capture_ambient, generators_moved, restore_generators
 from rematic.activations.collectives import watching_collectives
 from rematic.activations.nested import iter_leaves, map_leaves
+from rematic.activations.notices import words_of
 from rematic.activations.replay import announced_as_replay
 from rematic.activations.surroundings import Surroundings
 from rematic.activations.tile import join_tiles, sequence_length, tile_calls
@@ -122,8 +123,9 @@ class Tiling:
 
     def _say_why_whole(self, unit: Unit, objection: str) -> None:
         self.objection = objection
-        if objection not in self._told:
-            self._told.add(objection)
+        words = words_of(objection)
+        if words not in self._told:
+            self._told.add(words)
             _log.warning("unit %r is recomputed whole and not in slices: %s.", unit.name, objection)
             unit.tell("tile", f"is recomputed whole and not in slices: {objection}")
 

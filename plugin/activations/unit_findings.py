@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.ledger import Ledger
-from rematic.activations.notices import Notice
+from rematic.activations.notices import Notice, words_of
 from rematic.activations.record import Record
 
 _log = logging.getLogger("rematic")
@@ -34,7 +34,7 @@ class UnitFindings:
         self._notes: set[str] = set()
 
     def note_once(self, text: str) -> None:
-        """Logs what is unusual about a call of this unit, once for each text."""
+        """Logs what is unusual about a call of this unit, once whatever numbers are in it."""
         self._note(text, self._notes)
 
     def note_for_all(self, text: str) -> None:
@@ -42,8 +42,9 @@ class UnitFindings:
         self._note(text, self.ledger.notes_for_all)
 
     def _note(self, text: str, said: set[str]) -> None:
-        if text not in said:
-            said.add(text)
+        words = words_of(text)
+        if words not in said:
+            said.add(words)
             _log.warning("unit %r: %s", self.name, text)
             self.tell("call", text)
 

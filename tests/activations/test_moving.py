@@ -110,6 +110,25 @@ def test_a_place_without_room_means_that_the_unit_is_recomputed(
 
 
 @pytest.mark.usefixtures("small_tensors_move")
+def test_a_place_without_room_is_told_of_once_whatever_the_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F10: lengths differ from step to step, and so does what a full disk says."""
+    sizes = iter(range(1, 1000))
+
+    def full(*_: object) -> None:
+        raise StashError(f"cannot move {next(sizes) / 2} KiB: no room left")
+
+    monkeypatch.setattr(DiskStash, "put", full)
+    model = make(LLAMA_SDPA)
+    moving(model, Offload(), tmp_path)
+    with caplog.at_level(logging.WARNING, logger="rematic"):
+        for _ in range(10):
+            run_steps(model, LLAMA_SDPA)
+    assert len([m for m in caplog.messages if "no room left" in m]) == len(LLAMA_SDPA.units)
+
+
+@pytest.mark.usefixtures("small_tensors_move")
 def test_moved_records_can_be_read_twice(tmp_path: Path) -> None:
     model = make(LLAMA_SDPA)
     moving(model, Offload(), tmp_path)

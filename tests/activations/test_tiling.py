@@ -172,6 +172,35 @@ def test_arguments_without_the_sequence_are_a_reason_too(caplog: pytest.LogCaptu
     session.detach()
 
 
+def test_a_reason_is_told_of_once_whatever_the_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    """F10: shapes stand in the reason, and lengths differ from step to step."""
+
+    class Scaled(MLP):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x) * (1.0 if scale is None else scale.mean())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Scaled(), Scaled()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, torch.ones(1, 2, 3 * x.shape[1]))
+            return x
+
+    model, journal = Model(), Events()
+    session = rematic.attach(
+        model, policy=Policy(name="t", default=Tile(num_tiles=2)), journal=journal
+    )
+    for length in range(8, 28):
+        with session.step(torch.ones(1)):
+            model(torch.ones(1, length, WIDTH)).sum().backward()
+    assert len([m for m in caplog.messages if "not in slices" in m]) == len(model.blocks)
+    assert len(journal.of("notice")) == len(model.blocks)
+    session.detach()
+
+
 def test_the_mlp_of_a_language_model_runs_in_slices() -> None:
     def run(model: nn.Module) -> Outcome:
         ids = torch.arange(14).view(2, 7) % 11
