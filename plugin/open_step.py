@@ -49,6 +49,8 @@ class OpenStep:
         self.shape = shape
         self.decision = decision
         self.num_op_retries = 0
+        self.num_step_retries = 0
+        """How often the micro-batch ran out of memory and was opened again."""
         self.autocast: torch.dtype | None = None
         """What units were seen to compute in under autocast, if the step is watched."""
         self._engine = engine
@@ -166,6 +168,7 @@ class OpenStep:
             evicted_bytes=counts["evicted_bytes"],
             op_retries=self.num_op_retries,
             unit_retries=counts["unit_retries"],
+            step_retries=self.num_step_retries,
             replays=counts["replays"],
             armed=self.armed,
             reason=self.decision.reason,

@@ -172,7 +172,9 @@ class SessionStep:
         """Takes note that memory ran out in the open step, before it is opened again."""
         session = self._session
         step, planner = session._step, session._model_planner
-        if planner is not None and step is not None and not step.armed:
+        assert step is not None
+        step.num_step_retries += 1
+        if planner is not None and not step.armed:
             planner.note_loss(step.decision)
 
     def reopen(self, actions: tuple[Action | None, ...] | None) -> None:
@@ -184,6 +186,8 @@ class SessionStep:
         request = replace(request, actions=session.plan.actions if actions is None else actions)
         decision = control.plan_step(session._costs, request)
         self._open(step.shape, decision, before, armed=True, spare=False)
+        assert session._step is not None
+        session._step.num_step_retries = step.num_step_retries
 
     def stop_report(
         self, attempts: Sequence[FailedAttempt], obstacle: str | None, num_torn: int

@@ -73,6 +73,9 @@ class StepRecord:
     unit_retries: int
     """Unit forwards run again after an allocation failure."""
 
+    step_retries: int
+    """How often the micro-batch ran again as a whole; other counts are those of its last run."""
+
     replays: int
     """Unit forwards run again in backward."""
 

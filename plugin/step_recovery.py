@@ -198,11 +198,6 @@ class StepRecovery:
         """Where a host answers for what it exchanges between ranks; None for one rank."""
         return None if self._data_parallel is None else self._data_parallel.collectives
 
-    @property
-    def num_retries(self) -> int:
-        """How often the micro-batch ran again as a whole."""
-        return len(self._attempts)
-
     def commit(self) -> None:
         """Ends a micro-batch that is done."""
         if self._data_parallel is not None:

@@ -71,7 +71,8 @@ def decide(
     sample = sample_of(seen, num_failures=failures)
     trial = state.trial
     samples = state.samples
-    if risk.verdict != "spill":  # what is paged out is no baseline
+    # neither is what is paged out a baseline, nor what ran again under another plan
+    if risk.verdict != "spill" and not seen.num_step_retries:
         samples = with_sample(samples, seen.policy, sample)
     retries = failures
     if risk_state.retry_streak:  # the allocator's count has risen in this step

@@ -142,6 +142,7 @@ def entered(state: ControllerState, seen: Observation) -> ControllerState:
     return state._replace(
         policy=seen.policy,
         depth=seen.depth,
+        risk=state.risk._replace(retry_streak=0),  # a trend is one under one policy
         samples=only(state.samples, {seen.policy, old, *left}),
         trial=_trial(state, seen, old, for_memory=is_ours) if is_tried else None,
         drift=Drift(),

@@ -46,7 +46,10 @@ class Observation(NamedTuple):
     """Bytes that had to be let go of during the step."""
 
     num_failures: int = 0
-    """Allocations that failed and were answered by running an op or a unit again."""
+    """Allocations that failed and were answered by running an op, a unit or the step again."""
+
+    num_step_retries: int = 0
+    """Those among them that the step as a whole had to answer."""
 
     in_use_bytes: int | None = None
     """Current after the step: bytes in use."""
@@ -94,6 +97,7 @@ def observe(event: Mapping[str, Any]) -> Observation:
     capacity = after.get("capacity_bytes") or None
     budget = event.get("budget_bytes")
     limit = budget if capacity is None or (budget is not None and budget <= capacity) else capacity
+    step_retries = event.get("step_retries", 0)
     return Observation(
         step=event["step"],
         tokens=event["tokens"],
@@ -105,7 +109,8 @@ def observe(event: Mapping[str, Any]) -> Observation:
         limit_bytes=limit,
         peak_bytes=event.get("peak_bytes"),
         evicted_bytes=event.get("evicted_bytes", 0),
-        num_failures=event.get("op_retries", 0) + event.get("unit_retries", 0),
+        num_failures=event.get("op_retries", 0) + event.get("unit_retries", 0) + step_retries,
+        num_step_retries=step_retries,
         in_use_bytes=after.get("allocated_bytes"),
         reserved_bytes=after.get("reserved_bytes"),
         hole_bytes=after.get("inactive_split_bytes"),

@@ -119,7 +119,7 @@ def _retry_streak(state: RiskState, seen: Observation) -> int:
 def _verdict(seen: Observation, streak: int, usual: float | None) -> Risk:
     limit, peak = seen.limit_bytes, seen.peak_bytes
     if limit is None or (peak is None and seen.in_use_bytes is None):
-        return _UNKNOWN
+        return _failures(seen) or _UNKNOWN
     spilled = _spill(seen, usual) if usual is not None and is_over_capacity(seen) else None
     return spilled or _fragmentation(seen) or _pressure(seen, limit, peak or 0, streak) or OK
 
@@ -164,12 +164,9 @@ def _pressure(seen: Observation, limit: int, peak: int, streak: int) -> Risk | N
     if peak > FULL_SHARE * limit:
         rule = f"the peak is above {FULL_SHARE:.0%} of the limit"
         return Risk("pressure", rule, (("peak_bytes", peak), ("limit_bytes", limit)))
-    if seen.num_failures or seen.evicted_bytes:
-        return Risk(
-            "pressure",
-            "the step fitted only because records were evicted",
-            (("evicted_bytes", seen.evicted_bytes), ("failures", seen.num_failures)),
-        )
+    failed = _failures(seen)
+    if failed is not None:
+        return failed
     held, capacity = seen.reserved_bytes, seen.capacity_bytes
     if streak < TREND_STEPS or held is None or capacity is None:
         return None
@@ -180,3 +177,20 @@ def _pressure(seen: Observation, limit: int, peak: int, streak: int) -> Risk | N
         f"the allocator had to release its cache in {TREND_STEPS} steps in a row or more",
         (("steps_in_a_row", streak), ("reserved_bytes", held), ("capacity_bytes", capacity)),
     )
+
+
+def _failures(seen: Observation) -> Risk | None:
+    """Returns the verdict on memory that has run out, which needs no statistics."""
+    if seen.num_step_retries:  # what the run that fitted has held says nothing of the first one
+        return Risk(
+            "pressure",
+            "the step ran out of memory, and fitted only when it ran again",
+            (("step_retries", seen.num_step_retries),),
+        )
+    if seen.num_failures or seen.evicted_bytes:
+        return Risk(
+            "pressure",
+            "the step fitted only because records were evicted",
+            (("evicted_bytes", seen.evicted_bytes), ("failures", seen.num_failures)),
+        )
+    return None

@@ -43,13 +43,15 @@ Samples = Mapping[tuple[str, int], tuple[Sample, ...]]
 
 def sample_of(seen: Observation, *, num_failures: int) -> Sample:
     """Returns what is remembered of a step."""
-    limit, peak = seen.limit_bytes, seen.peak_bytes
+    limit, peak, demand = seen.limit_bytes, seen.peak_bytes, seen.demand_bytes
+    if seen.num_step_retries:  # these are of the last run, which had another plan
+        peak = demand = None
     headroom = None if not limit or peak is None else (limit - peak) / limit
     return Sample(
         seen.tokens,
         seen.length,
         seen.seconds,
-        seen.demand_bytes,
+        demand,
         headroom,
         num_failures,
         seen.in_use_bytes or 0,

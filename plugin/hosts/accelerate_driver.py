@@ -189,7 +189,7 @@ class AccelerateDriver:
             result, record = call.run(fn, args, kwargs)
         finally:
             self._is_open = False
-        self.figures.add(record, step_retries=call.num_retries)
+        self.figures.add(record)
         return result
 
     def manage(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -64,8 +64,6 @@ class RecoverableCall:
         obstacle: str | None,
         reduction: Reduction | None = None,
     ) -> None:
-        self.num_retries = 0
-        """How often it ran again."""
         self._session = session
         self._state = state
         self._accelerator = accelerator
@@ -120,7 +118,6 @@ class RecoverableCall:
 
         def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - as above
             nonlocal has_run
-            self.num_retries += rung is not None
             if has_run:
                 self._state.restore()
                 if exchanged is not None:

@@ -247,8 +247,8 @@ class LightningDriver:
         assert self._recovery is not None
         self._is_open = False
         self._recovery.commit()
-        step_retries, self._recovery = self._recovery.num_retries, None
-        self._figures.add(self.session.end_step(), step_retries=step_retries)
+        self._recovery = None
+        self._figures.add(self.session.end_step())
 
     def log_last_figures(self) -> None:
         """Gives loggers what the last steps of a fit took, if theirs are due."""

@@ -106,11 +106,6 @@ class LightningRecovery:
         finally:
             seam.remove()
 
-    @property
-    def num_retries(self) -> int:
-        """How often the micro-batch ran again as a whole."""
-        return self._recovery.num_retries
-
     def commit(self) -> None:
         """Ends a micro-batch that is done."""
         self._comparison.close()

@@ -34,13 +34,9 @@ class StepFigures:
     records: list[StepRecord] = field(default_factory=list)
     """The steps."""
 
-    step_retries: int = 0
-    """Micro-batches run again as a whole."""
-
-    def add(self, record: StepRecord, *, step_retries: int) -> None:
+    def add(self, record: StepRecord) -> None:
         """Takes a finished step."""
         self.records.append(record)
-        self.step_retries += step_retries
 
     def take(self) -> dict[str, float]:
         """Returns the figures since the last call; nothing if there was no step.
@@ -48,7 +44,6 @@ class StepFigures:
         Bytes are the highest of the steps, units those of the last one, the rest is added up.
         """
         records, self.records = self.records, []
-        step_retries, self.step_retries = self.step_retries, 0
         if not records:
             return {}
         figures: dict[str, float] = {
@@ -58,7 +53,7 @@ class StepFigures:
             "evicted_bytes": sum(r.evicted_bytes for r in records),
             "op_retries": sum(r.op_retries for r in records),
             "unit_retries": sum(r.unit_retries for r in records),
-            "step_retries": step_retries,
+            "step_retries": sum(r.step_retries for r in records),
             "replays": sum(r.replays for r in records),
         }
         for name in ("peak_bytes", "predicted_peak_bytes", "budget_bytes"):

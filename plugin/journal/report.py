@@ -78,7 +78,8 @@ def _figures(summary: RunSummary) -> list[str]:
     return [
         _memory(summary),
         f"evictions         {summary.evictions} ({format_bytes(summary.evicted_bytes)} freed)",
-        f"retries           {summary.op_retries} of one op, {summary.unit_retries} of one unit",
+        f"retries           {summary.op_retries} of one op, {summary.unit_retries} of one unit, "
+        f"{summary.step_retries} of a whole step",
         f"replays           {summary.replays}",
         f"policy changes    {summary.switches}, taken back {summary.rollbacks}",
         _predictions(summary),

@@ -76,6 +76,8 @@ class RunSummary:
     """Failed allocations that the retry of one op answered."""
     unit_retries: int
     """Failed allocations that the retry of one unit answered."""
+    step_retries: int
+    """Micro-batches that ran again as a whole, each time counted."""
     replays: int
     """Forward passes of units that backward asked for again."""
     switches: int
@@ -183,6 +185,7 @@ class _Tally:
             evicted_bytes=_total(steps, "evicted_bytes"),
             op_retries=_total(steps, "op_retries"),
             unit_retries=_total(steps, "unit_retries"),
+            step_retries=_total(steps, "step_retries"),
             replays=_total(steps, "replays"),
             switches=self.kinds.get("switch", 0),
             rollbacks=self.kinds.get("rollback", 0),

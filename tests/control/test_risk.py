@@ -54,6 +54,7 @@ ONE_STEP: dict[str, tuple[dict[str, Any], str]] = {
     "peak just below the threshold": ({"peak_bytes": int(0.969 * 8 * GIB)}, "ok"),
     "fitted by evicting": ({"evicted_bytes": 5}, "pressure"),
     "an op was run again": ({"num_failures": 1}, "pressure"),
+    "the step ran again": ({"num_failures": 1, "num_step_retries": 1}, "pressure"),
     "full, no holes": (
         {"in_use_bytes": 9 * GIB, "reserved_bytes": int(9.5 * GIB), "peak_bytes": 9 * GIB},
         "pressure",
@@ -125,6 +126,16 @@ def test_missing_statistics_are_unknown(figures: dict[str, Any]) -> None:
     assert verdicts(step(**figures)) == ["unknown"]
 
 
+@pytest.mark.parametrize("figures", MISSING.values(), ids=MISSING.keys())
+@pytest.mark.parametrize("step_retries", [0, 1])
+def test_memory_that_has_run_out_needs_no_statistics(
+    figures: dict[str, Any], step_retries: int
+) -> None:
+    """F14: what is done about errors stays."""
+    failed = step(**figures, num_failures=1, num_step_retries=step_retries)
+    assert verdicts(failed) == ["pressure"]
+
+
 def test_some_statistics_are_enough_for_some_verdicts() -> None:
     rest = dict.fromkeys(
         ("reserved_bytes", "hole_bytes", "capacity_bytes", "num_alloc_retries", "num_ooms")
@@ -169,11 +180,13 @@ def test_a_step_event_is_read() -> None:
         "peak_bytes": 800,
         "evicted_bytes": 50,
         "op_retries": 1,
+        "step_retries": 2,
         "unit_retries": 2,
         "after": {"allocated_bytes": 100, "capacity_bytes": 850, "num_ooms": 3},
     }
     seen = observe(event)
-    assert (seen.limit_bytes, seen.demand_bytes, seen.num_failures) == (850, 850, 3)
+    assert (seen.limit_bytes, seen.demand_bytes) == (850, 850)
+    assert (seen.num_failures, seen.num_step_retries) == (5, 2)
     assert (seen.in_use_bytes, seen.reserved_bytes, seen.num_ooms) == (100, None, 3)
     assert observe({**event, "after": {}}).limit_bytes == 900
     assert observe({**event, "budget_bytes": None}).limit_bytes == 850

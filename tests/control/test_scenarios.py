@@ -10,6 +10,7 @@ import pytest
 
 from rematic.control.goals import ControlRules, Goals
 from rematic.control.observation import Observation
+from rematic.control.risk import TREND_STEPS, WARM_UP_STEPS
 from tests.control.worlds import CAPACITY, LADDER, Figures, World, constant, cycle, lengths
 
 
@@ -55,6 +56,24 @@ def retrying(step: int, policy: str) -> dict[str, Any]:
     return {"tokens": 600, "reserved_bytes": 9500, "num_alloc_retries": rising}
 
 
+def growing_cache(step: int, policy: str) -> dict[str, Any]:
+    """The allocator's retries rise in the first steps only."""
+    return {"tokens": 600, "reserved_bytes": 9500, "num_alloc_retries": min(step, WARM_UP_STEPS)}
+
+
+def retrying_a_while(step: int, policy: str) -> dict[str, Any]:
+    """They go on to rise in two steps under the next policy: its sizes are new to the cache."""
+    rising = min(max(0, step - 9), TREND_STEPS + 2)
+    return {"tokens": 600, "reserved_bytes": 9500, "num_alloc_retries": rising}
+
+
+def running_again(step: int, policy: str) -> dict[str, Any]:
+    """Under `keep` steps run out, and fit as `recompute` when they run again."""
+    again = int(policy == "keep")
+    held = {"peak_bytes": 2400, "seconds": 780.0} if again else {}
+    return {"tokens": 600, "num_failures": again, "num_step_retries": again, **held}
+
+
 def noisy(step: int, policy: str) -> dict[str, Any]:
     """Step times that vary by a factor of three, and now and then of ten."""
     draw = random.Random(step)
@@ -70,6 +89,8 @@ def useless(step: int, policy: str) -> dict[str, Any]:
     return {"tokens": 1000, "peak_bytes": peaks.get(policy, 3000)}
 
 
+# Of the allocator's retries (F10): those of the first steps and an isolated one are no reason, and
+# a trend is one for exactly one switch.
 SCENARIOS: dict[str, tuple[Figures, int, list[str]]] = {
     "steady short batches": (constant(tokens=300), 200, []),
     "a rare long batch": (rare_long, 200, []),
@@ -109,6 +130,17 @@ SCENARIOS: dict[str, tuple[Figures, int, list[str]]] = {
     ),
     "driver spill": (spilling, 40, ["12 switch to selective", "20 selective met its goals"]),
     "retries that rise": (retrying, 40, ["12 switch to selective", "20 selective met its goals"]),
+    "retries that outlast the switch": (
+        retrying_a_while,
+        40,
+        ["12 switch to selective", "20 selective met its goals"],
+    ),
+    "retries while the allocator still grows": (growing_cache, 60, []),
+    "steps that run again as a whole": (
+        running_again,
+        60,
+        ["2 switch to selective", "10 selective met its goals"],
+    ),
     "one isolated retry": (lambda step, _: {"num_alloc_retries": int(step > 20)}, 60, []),
     "noisy step times": (noisy, 200, []),
     "missing statistics": (

@@ -37,6 +37,7 @@ def record(**changes: object) -> StepRecord:
         "evicted_bytes": 0,
         "op_retries": 0,
         "unit_retries": 0,
+        "step_retries": 0,
         "replays": 2,
         "armed": False,
         "reason": "",
@@ -48,7 +49,7 @@ def record(**changes: object) -> StepRecord:
 
 def test_every_figure_is_in_the_docs_with_its_unit() -> None:
     figures = StepFigures()
-    figures.add(record(), step_retries=0)
+    figures.add(record())
     made = {re.sub("units/.*", "units/ACTION", name) for name in figures.take()}
     rows = re.findall(rf"^\| `({PREFIX}[^`]+)` \| ([^|]+) \| ", PAGE.read_text("utf-8"), re.M)
     assert {name for name, _ in rows} == made
@@ -72,8 +73,8 @@ def test_the_level_is_the_mean_of_the_units(plan: dict[str, int], level: float) 
 
 def test_figures_are_taken_once() -> None:
     figures = StepFigures()
-    figures.add(record(), step_retries=1)
-    figures.add(record(peak_bytes=150, seconds=1.0), step_retries=0)
+    figures.add(record(step_retries=1))
+    figures.add(record(peak_bytes=150, seconds=1.0))
     taken = figures.take()
     assert taken["rematic/peak_bytes"] == 150
     assert taken["rematic/seconds"] == 1.5

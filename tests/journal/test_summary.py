@@ -61,7 +61,7 @@ RUN: list[Mapping[str, object]] = [
         op_retries=1,
     ),
     {"event": "evict", "step": 2},
-    step(3, length=50, tokens=50, predicted_peak_bytes=None, unit_retries=1),
+    step(3, length=50, tokens=50, predicted_peak_bytes=None, unit_retries=1, step_retries=2),
     {"event": "switch", "from": "planned", "to": "recompute"},
     step(4, policy="recompute", plan={"recompute": 8}, peak_bytes=210 * MIB),
     {"event": "rollback", "from": "recompute", "to": "planned"},
@@ -78,7 +78,8 @@ def test_adds_a_run_up() -> None:
     assert (summary.peak_bytes, summary.peak_step) == (210 * MIB, 4)
     assert (summary.budget_bytes, summary.steps_over_budget) == (200 * MIB, 1)
     assert (summary.evictions, summary.evicted_bytes) == (2, 10 * MIB)
-    assert (summary.op_retries, summary.unit_retries, summary.replays) == (1, 1, 3)
+    assert (summary.op_retries, summary.unit_retries, summary.step_retries) == (1, 1, 2)
+    assert summary.replays == 3
     assert (summary.switches, summary.rollbacks, summary.batches_lost) == (1, 1, 0)
     assert summary.last_loss == 2.5
     assert summary.checkpoint == "runs/tiny-2/last.ckpt"
