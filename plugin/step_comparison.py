@@ -14,7 +14,7 @@ from rematic.step_recovery import StepRecovery, run_attempts
 from rematic.transaction import RestoreError, num_ranks
 
 if TYPE_CHECKING:
-    from rematic.control import Rung
+    from rematic.control import Comparison, Rung
     from rematic.session import Session
     from rematic.session_step import SessionStep
 
@@ -42,18 +42,22 @@ class StepComparison:
         """Whether the first run stands for the step."""
         self.result: Any = None
         """What it returned."""
-        self._actions = _previous_actions(session)
+        self._due: Comparison | None = None
         self._planned: tuple[Action, ...] = ()
         self._first: GradientSample | None = None
         self._second: GradientSample | None = None
 
     def begin(self) -> bool:
         """Opens the step under the previous policy; returns whether it is to be compared."""
-        if self._actions is None or self._recovery.transaction is None or num_ranks() > 1:
+        if self._recovery.transaction is None or num_ranks() > 1:
             return False
-        self._session.supervisor.begin_comparison()
-        self._planned = self._session.plan.actions
-        self._step.reopen(self._actions)
+        session = self._session
+        self._due = due = session.supervisor.begin_comparison(tokens=_tokens(session))
+        previous = None if due is None else policy_in_history(session.history, due.policy)
+        if previous is None:
+            return False
+        self._planned = session.plan.actions
+        self._step.reopen(resolve(lossless(previous), session.unit_classes))
         self._first = GradientSample(self._session.model.parameters())
         return True
 
@@ -97,16 +101,18 @@ class StepComparison:
         self.close()
         if first is None or second is None or self._recovery.rung is not None:
             return
+        assert self._due is not None
         before, after = _number(self.result), _number(result)
         gradients = second.difference_from(first)
         found = {"gradient_difference": gradients.difference}
         if before is not None and after is not None:
             found["loss_difference"] = relative_difference(before, after)
-        self._session.supervisor.end_comparison(found, tokens=_tokens(self._session))
+        self._session.supervisor.end_comparison(found)
         self._session.settings.journal.write(
             {
                 "event": "compare",
                 "step": self._session.num_steps,
+                **self._due._asdict(),
                 "loss": after,
                 "previous_loss": before,
                 "difference": found.get("loss_difference"),
@@ -119,6 +125,8 @@ class StepComparison:
 
     def close(self) -> None:
         """Leaves nothing on the parameters; safe to call at any time."""
+        if self.is_running:  # there was no second run
+            self._session.supervisor.note_comparison("first run stands")
         for sample in (self._first, self._second):
             if sample is not None:
                 sample.close()
@@ -132,13 +140,6 @@ class StepComparison:
             return False
         self._recovery.transaction.undo()
         return True
-
-
-def _previous_actions(session: Session) -> tuple[Action | None, ...] | None:
-    """Returns what the previous policy says of each unit, None if nothing is to be compared."""
-    name = session.supervisor.policy_to_compare(tokens=_tokens(session))
-    policy = None if name is None else policy_in_history(session.history, name)
-    return None if policy is None else resolve(lossless(policy), session.unit_classes)
 
 
 def _tokens(session: Session) -> int:

@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rematic import control
-from rematic.control import Change, ControllerState, ControlRules, Decision, StopReport
+from rematic.control import (
+    Change,
+    Comparison,
+    ComparisonOutcome,
+    ControllerState,
+    ControlRules,
+    Decision,
+    StopReport,
+)
 from rematic.memory import RELEASING_KINDS, allocator_settings, release_cached_blocks
 from rematic.operator_requests import RequestReader
 from rematic.policy import LADDER, Policy, policy_named, policy_to_plain
@@ -20,9 +28,6 @@ _log = logging.getLogger("rematic")
 
 _COMPARED = ("loss", "gradient")
 """Gates that need a batch that has run under both policies."""
-
-_COMPARISONS_MAX = 3
-"""Batches in a row that are run under the policy before although they could not be compared."""
 
 LADDER_NAMES = tuple(policy.name for policy in LADDER)
 
@@ -75,9 +80,7 @@ class Supervisor:
         """Whether the next step is armed, since the last ones were troubled."""
         self.state = ControllerState()
         """What the controller remembers."""
-        self._compared: dict[str, float] = {}
-        self._compared_tokens = 0
-        self._num_failed_comparisons = 0
+        self._comparison: dict[str, Any] = {}
         self._begins_with = supervision.begins_with
         self._session = session
         self._supervision = supervision
@@ -98,6 +101,7 @@ class Supervisor:
             self._stop(self._stop_because)
         if self._rules is None:
             self._begin()
+        self._comparison = {}  # of a step that was given up
 
     def after_step(self, event: Mapping[str, Any]) -> None:
         """Decides after a step, from its event in the journal."""
@@ -115,45 +119,43 @@ class Supervisor:
             reason = "what the run is to begin with, on probation"
             self._ask(Change(kind="switch", policy=policy, reason=reason))
 
-    def policy_to_compare(self, *, tokens: int) -> str | None:
-        """Returns the policy under which a batch is to be run too, None for none.
+    def begin_comparison(self, *, tokens: int) -> Comparison | None:
+        """Returns under which policy the batch of the open step is to be run first, if any.
 
-        One batch of a probation is, and another one that is twice as long as any before it: short
-        ones keep too little to tell.
+        To be asked where a batch can be run twice; the event of the step says what came of it.
 
         Args:
             tokens: Of the batch.
         """
-        trial = self.state.trial
-        if trial is None:
-            self._num_failed_comparisons = self._compared_tokens = 0
-        if self._rules is None or trial is None or tokens < 2 * self._compared_tokens:
-            return None
-        if self._num_failed_comparisons >= _COMPARISONS_MAX:  # it cannot be done, as it seems
-            return None
-        goals = self._rules.goals
-        in_force = self._session.history.current.name == trial.policy
-        is_wanted = goals.loss_tolerance is not None or goals.gradient_tolerance is not None
-        return trial.previous if in_force and is_wanted else None
+        assert self._rules is not None
+        due = control.comparison_due(
+            self.state.trial,
+            self._rules.goals,
+            policy=self._session.history.current.name,
+            tokens=tokens,
+        )
+        self._comparison = {"comparison": None if due is None else due._asdict()}
+        self.note_comparison("not compared")  # until it has ended
+        return due
 
-    def begin_comparison(self) -> None:
-        """Notes that a batch runs under the policy before first."""
-        self._num_failed_comparisons += 1  # until it has ended
+    def note_comparison(self, outcome: ComparisonOutcome) -> None:
+        """Takes note of what has come of the two runs so far."""
+        if self._comparison.get("comparison") is not None:
+            self._comparison["comparison"]["outcome"] = outcome
 
-    def end_comparison(self, compared: dict[str, float], *, tokens: int) -> None:
+    def end_comparison(self, found: Mapping[str, float]) -> None:
         """Takes how far the two runs of a batch are apart.
 
         Args:
-            compared: `loss_difference` and `gradient_difference`, as the step's event has them.
-            tokens: Of the batch.
+            found: `loss_difference` and `gradient_difference`, as the step's event has them.
         """
-        self._compared = compared
-        self._compared_tokens, self._num_failed_comparisons = tokens, 0
+        self.note_comparison("compared")
+        self._comparison.update(found)
 
-    def take_comparison(self) -> dict[str, float]:
+    def take_comparison(self) -> dict[str, Any]:
         """Returns what the event of the step that ends says of it, once."""
-        compared, self._compared = self._compared, {}
-        return compared
+        comparison, self._comparison = self._comparison, {}
+        return comparison
 
     def at_boundary(self) -> None:
         """Releases what was decided to be released, and answers an operator."""
@@ -209,8 +211,11 @@ class Supervisor:
         self._releases = self._releases or decision.release
         reason = _reason(decision)
         if decision.change != "none":
-            self._ask(self._change(decision, reason))
-            _log.warning("policy %s follows: %s", decision.policy, reason)
+            refused = self._ask(self._change(decision, reason))
+            if refused is None:
+                _log.warning("policy %s follows: %s", decision.policy, reason)
+            else:
+                _log.warning("policy %s does not follow: %s", decision.policy, refused)
         if decision.person:
             self._ask_person(decision.person)
         for gate in decision.gates:
@@ -222,16 +227,24 @@ class Supervisor:
                     gate.name,
                 )
 
-    def _ask(self, change: Change) -> None:
+    def _ask(self, change: Change) -> str | None:
+        """Asks the session for a change; returns why it is refused, None if it is not."""
         try:
             self._session.ask(change)
         except ValueError as error:
             self._write({"event": "refused", "change": change.kind, "reason": str(error)})
+            return str(error)
+        return None
 
     def _change(self, decision: Decision, reason: str) -> Change:
         if decision.change == "rollback":
-            rejected = control.rejected_by(self.state, self._session.policy.name)
-            return Change(kind="rollback", reason=reason, by_controller=True, rejected=rejected)
+            return Change(
+                kind="rollback",
+                reason=reason,
+                steps=control.switches_since(self._session.history, decision.policy),
+                by_controller=True,
+                rejected=control.rejected_by(self.state, self._session.policy.name),
+            )
         policy = self._policy(decision.policy)
         return Change(kind="switch", policy=policy, reason=reason, by_controller=True)
 

@@ -190,6 +190,34 @@ def test_an_injected_slow_policy_is_rolled_back_within_its_probation() -> None:
     assert state["quarantine"] == [["recompute", 1, "slowdown"]]
 
 
+def test_a_rollback_leads_to_the_policy_that_was_compared_with() -> None:
+    """Not to one that was switched to and from again before it had a step."""
+    run = Run(recipe=Recipe(goals=GoalsConfig(throughput_min=1e12)))
+    run.steps(2)
+    run.session.switch("selective")
+    run.session.switch("recompute")
+    run.steps(9)
+    (decision,) = [e for e in run.journal.of("decision") if e["change"] == "rollback"]
+    (rollback,) = run.journal.of("rollback")
+    assert decision["policy"] == rollback["to"] == run.session.policy.name == "keep"
+    assert audit(run.journal.events).differences == ()
+
+
+def test_what_is_refused_does_not_follow(caplog: pytest.LogCaptureFixture) -> None:
+    """An operator's pin waits for the same boundary."""
+    run = Run()
+    run.probe.says = CRAMPED
+    run.steps(2)
+    with run.session.step(make_input()):
+        run.model(make_input()).backward()
+        run.session.pin("keep")
+    run.optimizer.step()
+    (refused,) = run.journal.of("refused")
+    assert "the policy 'keep' is pinned" in refused["reason"]
+    assert caplog.messages == [f"policy selective does not follow: {refused['reason']}"]
+    assert run.session.policy == KEEP
+
+
 def test_changes_keep_the_bits() -> None:
     """Against a plain run of as many steps: weights, after a switch up and one back."""
     plain = make_model()

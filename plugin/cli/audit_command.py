@@ -47,7 +47,7 @@ def _text(report: AuditReport) -> str:
     if report.num_unaudited:
         lines.append(
             f"{report.num_unaudited} steps could not be audited: the journal lacks what they were "
-            "decided from"
+            "decided from, or lines before them"
         )
     lines += [
         f"step {one.step}, {one.field}: the journal says {one.written!r}, the figures lead to "

@@ -10,7 +10,7 @@ from typing import Any
 from rematic import control
 from rematic.byte_sizes import format_bytes
 from rematic.cli.exit_codes import DONE
-from rematic.cli.run_events import events_of_run
+from rematic.cli.run_events import events_of_run, naming_damage
 from rematic.control import Alternative, ReplayedStep
 from rematic.journal import JournalError, describe_plan, text_table
 from rematic.policy import LADDER, PLANNED
@@ -27,21 +27,25 @@ def run_explain(arguments: argparse.Namespace) -> int:
     Raises:
         JournalError: There is no run, its journal is damaged, or has no such step.
     """
-    events = events_of_run(arguments)
+    with naming_damage(arguments):
+        text = _explanation(events_of_run(arguments), arguments)
+    print(text)
+    return DONE
+
+
+def _explanation(events: Sequence[Event], arguments: argparse.Namespace) -> str:
     step = _step(events, arguments.step)
     others = control.alternatives(step, (*LADDER, PLANNED))
     around = _around(events, step.event)
-    if arguments.json:
-        plain = {
-            "step": dict(step.event),
-            "verdict": step.decision.risk._asdict(),
-            "alternatives": [other._asdict() for other in others],
-            "events": around,
-        }
-        print(json.dumps(plain, indent=2))
-    else:
-        print("\n".join(_lines(step, others, around)))
-    return DONE
+    if not arguments.json:
+        return "\n".join(_lines(step, others, around))
+    plain = {
+        "step": dict(step.event),
+        "verdict": step.decision.risk._asdict(),
+        "alternatives": [other._asdict() for other in others],
+        "events": around,
+    }
+    return json.dumps(plain, indent=2)
 
 
 def _step(events: Sequence[Event], number: int | None) -> ReplayedStep:
@@ -51,6 +55,11 @@ def _step(events: Sequence[Event], number: int | None) -> ReplayedStep:
         raise JournalError("the journal holds no step that can be explained; expected one of a run")
     if number is None:
         return steps[max(steps)]
+    if number not in steps and any(e["event"] == "step" and e["step"] == number for e in events):
+        raise JournalError(
+            f"step {number} cannot be explained: the journal lacks what it was decided from, or "
+            "lines before it"
+        )
     if number not in steps:
         raise JournalError(
             f"there is no step {number} in the journal: expected one from {min(steps)} to "
@@ -116,8 +125,10 @@ def _line(event: Event) -> str:
         change = "" if event["change"] == "none" else f", {event['change']} to {event['policy']}"
         return f"decision: {event['rule']}{change}" + "".join(map(_gate, event["gates"]))
     if kind == "compare":
-        text = f"compare: loss {event['loss']}, {event['previous_loss']} under the policy before"
-        return f"{text}; gradients {event['gradient_difference']:.4g} apart"
+        policy = event.get("policy", "the policy before")
+        text = f"compare: loss {event['loss']}, {event['previous_loss']} under {policy}"
+        why = f" ({event['rule']})" if "rule" in event else ""
+        return f"{text}; gradients {event['gradient_difference']:.4g} apart{why}"
     if kind == "notice":
         return f"notice: {event['unit'] or 'the model'}: {event['text']}"
     if kind == "release":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from rematic.journal import JournalError, find_journal, read_journal
@@ -22,3 +24,20 @@ def events_of_run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "it began, train it again"
         )
     return events
+
+
+@contextlib.contextmanager
+def naming_damage(arguments: argparse.Namespace) -> Iterator[None]:
+    """Says that a journal is damaged where an event lacks what is read of it.
+
+    Raises:
+        JournalError: It is.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise JournalError(
+            f"{arguments.run_path}: an event of the journal is damaged ({type(error).__name__}: "
+            f"{error}); expected what rematic writes, of the version that reads it: restore the "
+            "journal"
+        ) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from rematic.byte_sizes import format_bytes
 from rematic.cli.exit_codes import DONE
-from rematic.cli.run_events import events_of_run
+from rematic.cli.run_events import events_of_run, naming_damage
 
 Event = dict[str, Any]
 
@@ -21,8 +21,10 @@ def run_status(arguments: argparse.Namespace) -> int:
     Raises:
         JournalError: There is no run, or its journal is damaged or empty.
     """
-    status = status_of(events_of_run(arguments), now=time.time())
-    print(json.dumps(status, indent=2) if arguments.json else _text(status))
+    with naming_damage(arguments):
+        status = status_of(events_of_run(arguments), now=time.time())
+        text = json.dumps(status, indent=2) if arguments.json else _text(status)
+    print(text)
     return DONE
 
 

@@ -11,6 +11,8 @@ from rematic.control.change import Change as Change
 from rematic.control.change import change_from_plain as change_from_plain
 from rematic.control.change import change_to_plain as change_to_plain
 from rematic.control.change import changed as changed
+from rematic.control.comparison import Comparison as Comparison
+from rematic.control.comparison import comparison_due as comparison_due
 from rematic.control.controller import decide as decide
 from rematic.control.controller import need_of as need_of
 from rematic.control.controller_plain import controller_from_plain as controller_from_plain
@@ -42,11 +44,13 @@ from rematic.control.history import pinned as pinned
 from rematic.control.history import policy_in_history as policy_in_history
 from rematic.control.history import rolled_back as rolled_back
 from rematic.control.history import switched as switched
+from rematic.control.history import switches_since as switches_since
 from rematic.control.history import unpinned as unpinned
 from rematic.control.model_plan import adopt as adopt
 from rematic.control.model_plan import given_actions as given_actions
 from rematic.control.model_plan import is_pressed as is_pressed
 from rematic.control.model_plan import room_bytes as room_bytes
+from rematic.control.observation import ComparisonOutcome as ComparisonOutcome
 from rematic.control.observation import Observation as Observation
 from rematic.control.observation import observe as observe
 from rematic.control.plain import costs_from_plain as costs_from_plain

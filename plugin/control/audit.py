@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rematic.control.policy_trail import mismatches
 from rematic.control.replay import Event, ReplayedStep, replay
 
 
@@ -34,7 +35,7 @@ class AuditReport:
     """Steps that were decided again."""
 
     num_unaudited: int
-    """Steps that could not be: written before there was a controller."""
+    """Steps that could not be: written before there was a controller, or behind missing lines."""
 
     num_retried: int
     """Steps whose plan was not compared, since they ran again under another."""
@@ -55,6 +56,9 @@ def audit(events: Iterable[Event]) -> AuditReport:
 
     Args:
         events: The events in the order in which they were written.
+
+    Raises:
+        DamagedEventError: If an event is not what rematic writes.
     """
     written = list(events)
     steps = list(replay(written))
@@ -62,11 +66,19 @@ def audit(events: Iterable[Event]) -> AuditReport:
     found = [
         difference
         for step in steps
-        for difference in (*_plan_differences(step), *_decision_differences(step, following))
+        for difference in (
+            *_plan_differences(step),
+            *_comparison_differences(step),
+            *_decision_differences(step, following),
+        )
     ]
-    found += [  # decisions that no step accounts for
-        Difference(step=event["step"], field="decision", written=event["rule"], decided=None)
-        for event in following.values()
+    found += [
+        Difference(step=event["step"], field="decision", written=event.get("rule"), decided=None)
+        for event in _of_no_step(written)
+    ]
+    found += [
+        Difference(step=one.step, field=one.field, written=one.written, decided=one.followed)
+        for one in mismatches(written)
     ]
     return AuditReport(
         num_steps=len(steps),
@@ -80,12 +92,18 @@ def audit(events: Iterable[Event]) -> AuditReport:
 
 def _following(events: Sequence[Event]) -> dict[int, Event]:
     """Returns the decision right behind each step event, by the identity of the step event."""
-    own = [event for event in events if event["event"] in ("step", "decision")]
-    pairs = itertools.pairwise(own)
-    return {id(one): two for one, two in pairs if (one["event"], two["event"]) == _IN_ORDER}
+    return {id(one): two for one, two in _pairs(events) if one["event"] == "step"}
 
 
-_IN_ORDER = ("step", "decision")
+def _of_no_step(events: Sequence[Event]) -> list[Event]:
+    """Returns the decisions that are not right behind a step."""
+    return [two for one, two in _pairs(events) if one["event"] != "step"]
+
+
+def _pairs(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Yields every decision behind the step, decision or `control` before it."""
+    own = (event for event in events if event["event"] in ("control", "step", "decision"))
+    return ((one, two) for one, two in itertools.pairwise(own) if two["event"] == "decision")
 
 
 def _plan_differences(step: ReplayedStep) -> Iterator[Difference]:
@@ -98,19 +116,29 @@ def _plan_differences(step: ReplayedStep) -> Iterator[Difference]:
         "reason": plan.reason,
     }
     for field, value in decided.items():
-        if step.event[field] != value:
-            yield _difference(step, field, step.event[field], value)
+        if step.event.get(field) != value:
+            yield _difference(step, field, step.event.get(field), value)
+
+
+def _comparison_differences(step: ReplayedStep) -> Iterator[Difference]:
+    """Compares under which policy a batch was run too; what its host can do, the journal says."""
+    if "comparison" not in step.event:
+        return
+    said = step.event["comparison"]
+    written = said and {name: said.get(name) for name in ("policy", "rule")}
+    if written != step.compared:
+        yield _difference(step, "comparison", written, step.compared)
 
 
 def _decision_differences(step: ReplayedStep, following: dict[int, Event]) -> Iterator[Difference]:
     written = following.pop(id(step.event), None)
     if written is None or step.written is None:
         if written is not None or step.written is not None:
-            yield _difference(step, "decision", written and written["rule"], _rule(step))
+            yield _difference(step, "decision", written and written.get("rule"), _rule(step))
         return
-    for field, value in step.written.items():
-        if written[field] != value:
-            yield _difference(step, f"decision.{field}", written[field], value)
+    for field, value in {"step": step.event["step"], **step.written}.items():
+        if written.get(field) != value:
+            yield _difference(step, f"decision.{field}", written.get(field), value)
 
 
 def _rule(step: ReplayedStep) -> object:

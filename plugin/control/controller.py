@@ -7,6 +7,7 @@ it was too short: so it cannot oscillate.
 
 from __future__ import annotations
 
+from rematic.control.comparison import after_comparison
 from rematic.control.controller_state import (
     COOL_FACTOR_MAX,
     ControllerState,
@@ -15,7 +16,7 @@ from rematic.control.controller_state import (
     entered,
 )
 from rematic.control.drift import drifted
-from rematic.control.gates import Trial, early_gates, failed, judge
+from rematic.control.gates import Trial, begun_again, early_gates, failed, judge
 from rematic.control.goals import ControlRules
 from rematic.control.observation import Observation
 from rematic.control.risk import (
@@ -67,12 +68,11 @@ def decide(
     is_quiet = risk.verdict in _QUIET
     quiet = state.quiet_steps + 1 if is_quiet else 0
     settled = risk.verdict if not is_quiet or quiet >= TREND_STEPS else state.settled
-    failures = max(seen.num_failures, _new_ooms(state, seen))
+    failures = 0 if seen.is_previous else max(seen.num_failures, _new_ooms(state, seen))
     sample = sample_of(seen, num_failures=failures)
     trial = state.trial
     samples = state.samples
-    # neither is what is paged out a baseline, nor what ran again under another plan
-    if risk.verdict != "spill" and not seen.num_step_retries:
+    if risk.verdict != "spill" and not seen.ran_otherwise:  # what is paged out is no baseline
         samples = with_sample(samples, seen.policy, sample)
     retries = failures
     if risk_state.retry_streak:  # the allocator's count has risen in this step
@@ -136,6 +136,10 @@ def _lengths(lengths: Lengths, seen: Observation, stretch_steps: int) -> Lengths
 
 
 def _tried(trial: Trial, seen: Observation, sample: Sample) -> Trial:
+    if seen.comparison is not None:
+        trial = after_comparison(trial, seen.comparison, tokens=seen.tokens)
+    if seen.is_previous:  # the step was not the policy's
+        return trial
     return trial._replace(
         samples=(*trial.samples, sample),
         loss_difference=_larger(trial.loss_difference, seen.loss_difference),
@@ -204,8 +208,7 @@ def _end_trial(
     state = state._replace(trial=None)
     if not missed:
         rule = f"{trial.policy} has met its goals"
-        fresh = trial._replace(samples=(), loss_difference=None, gradient_difference=None)
-        state = state._replace(judged=fresh)
+        state = state._replace(judged=begun_again(trial))
         return state, plain._replace(rule=rule, gates=gates)
     why = ", ".join(gate.name for gate in missed)
     buckets = {length_bucket(sample.length) for sample in trial.samples}

@@ -61,6 +61,15 @@ class Trial(NamedTuple):
     """Relative difference of one batch's losses, None if none was run under both policies."""
     gradient_difference: float | None = None
     """The same of its gradients."""
+    compared_tokens: int = 0
+    """Tokens of the longest batch that was run under both policies; 0 for none."""
+    num_failed_comparisons: int = 0
+    """Batches in a row that were to be and could not be compared."""
+
+
+def begun_again(trial: Trial) -> Trial:
+    """Returns the probation as it begins, without what it has shown."""
+    return Trial(trial.policy, trial.previous, trial.for_memory, trial.failures_before)
 
 
 def judge(trial: Trial, samples: Samples, goals: Goals) -> tuple[Gate, ...]:

@@ -83,6 +83,12 @@ def policy_in_history(history: History, name: str) -> Policy | None:
     return found[-1] if found else None
 
 
+def switches_since(history: History, name: str) -> int:
+    """Returns how many switches lie behind the newest earlier policy of that name; 1 for none."""
+    earlier = [entry.policy.name for entry in reversed(history.entries[:-1])]
+    return 1 + earlier.index(name) if name in earlier else 1
+
+
 def _refuse_if_pinned(history: History, wish: str) -> None:
     if history.pinned:
         raise ValueError(

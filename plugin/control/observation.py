@@ -6,7 +6,12 @@ Live decisions and their audit read the same event, so both see the same numbers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+ComparisonOutcome = Literal["compared", "first run stands", "not compared"]
+"""Of a batch that was to be run under two policies. Both runs were compared; memory ran out in the
+first one, or it could not be taken back, so that it is the step; or memory ran out in the second
+one, or the policy before is there no more, and the step is one of the policy in force."""
 
 
 class Observation(NamedTuple):
@@ -75,11 +80,24 @@ class Observation(NamedTuple):
     gradient_difference: float | None = None
     """The same of its gradients."""
 
+    comparison: ComparisonOutcome | None = None
+    """What came of running the batch under both; None if it was run under one."""
+
     predicted_peak_bytes: int | None = None
     """Highest bytes in use that were expected of the step."""
 
     keep_seconds: float | None = None
     """What the planner expects forward and backward to take with everything kept."""
+
+    @property
+    def is_previous(self) -> bool:
+        """Whether it stands for the step that it was run under the previous policy."""
+        return self.comparison == "first run stands"
+
+    @property
+    def ran_otherwise(self) -> bool:
+        """Whether its bytes and seconds are those of another plan than the policy's."""
+        return self.num_step_retries > 0 or self.comparison == "first run stands"
 
     @property
     def demand_bytes(self) -> int | None:
@@ -98,6 +116,8 @@ def observe(event: Mapping[str, Any]) -> Observation:
     budget = event.get("budget_bytes")
     limit = budget if capacity is None or (budget is not None and budget <= capacity) else capacity
     step_retries = event.get("step_retries", 0)
+    comparison = (event.get("comparison") or {}).get("outcome")
+    is_previous = comparison == "first run stands"
     return Observation(
         step=event["step"],
         tokens=event["tokens"],
@@ -107,10 +127,10 @@ def observe(event: Mapping[str, Any]) -> Observation:
         pinned=event.get("pinned", False),
         depth=event.get("depth", 0),
         limit_bytes=limit,
-        peak_bytes=event.get("peak_bytes"),
-        evicted_bytes=event.get("evicted_bytes", 0),
-        num_failures=event.get("op_retries", 0) + event.get("unit_retries", 0) + step_retries,
-        num_step_retries=step_retries,
+        peak_bytes=None if is_previous else event.get("peak_bytes"),
+        evicted_bytes=0 if is_previous else event.get("evicted_bytes", 0),
+        num_failures=0 if is_previous else _failures(event) + step_retries,
+        num_step_retries=0 if is_previous else step_retries,
         in_use_bytes=after.get("allocated_bytes"),
         reserved_bytes=after.get("reserved_bytes"),
         hole_bytes=after.get("inactive_split_bytes"),
@@ -121,4 +141,10 @@ def observe(event: Mapping[str, Any]) -> Observation:
         gradient_difference=event.get("gradient_difference"),
         predicted_peak_bytes=event.get("predicted_peak_bytes"),
         keep_seconds=event.get("keep_seconds"),
+        comparison=comparison,
     )
+
+
+def _failures(event: Mapping[str, Any]) -> int:
+    failed: int = event.get("op_retries", 0) + event.get("unit_retries", 0)
+    return failed

@@ -20,6 +20,7 @@ def costs_to_plain(costs: Costs) -> dict[str, Any]:
         "backward_transient": _points(costs.backward_transient),
         "longest": costs.longest,
         "margin_bytes": costs.margin_bytes,
+        "surprised": costs.surprised,
     }
 
 
@@ -32,6 +33,7 @@ def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
         backward_transient=_curve(plain["backward_transient"]),
         longest=plain["longest"],
         margin_bytes=plain["margin_bytes"],
+        surprised=plain.get("surprised", False),
     )
 
 

@@ -7,9 +7,10 @@ starts with, each `step` its figures and what was learned from it, each change i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rematic.control.comparison import comparison_due
 from rematic.control.controller import decide
 from rematic.control.controller_plain import (
     controller_from_plain,
@@ -17,15 +18,15 @@ from rematic.control.controller_plain import (
     rules_from_plain,
 )
 from rematic.control.controller_state import ControllerState, Decision, is_news
+from rematic.control.damaged import damage_named
 from rematic.control.goals import ControlRules
 from rematic.control.observation import observe
 from rematic.control.plain import costs_from_plain, outcome_from_plain
+from rematic.control.policy_trail import CHANGES
 from rematic.control.step_plan import Costs, StepDecision, StepRequest, learn, plan_step
 from rematic.policy import Action, policy_from_plain, resolve
 
 Event = Mapping[str, Any]
-
-_CHANGES = frozenset({"switch", "rollback", "pin", "unpin"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,9 @@ class ReplayedStep:
     written: Mapping[str, Any] | None
     """The `decision` event that should follow; None where nothing was worth a line."""
 
+    compared: Mapping[str, str] | None
+    """Under which policy the batch was to be run too, and why, if its host could; None for none."""
+
 
 @dataclass
 class _Replay:
@@ -70,6 +74,8 @@ class _Replay:
     classes: Mapping[str, str]
     reserve: float
     actions: tuple[Action | None, ...]
+    next_step: int | None
+    retried: set[int] = field(default_factory=set)
 
     def request(self, event: Event) -> StepRequest:
         return StepRequest(
@@ -83,10 +89,26 @@ class _Replay:
             reserve=self.reserve,
         )
 
-    def step(self, event: Event, *, was_retried: bool) -> ReplayedStep:
+    def take(self, event: Event) -> ReplayedStep | None:
+        kind = event["event"]
+        if kind == "compare" or (kind == "retry" and event["level"] == "step"):
+            self.retried.add(event["step"])
+        elif kind in CHANGES:
+            self.actions = resolve(policy_from_plain(event["policy"]), self.classes)
+        elif kind == "step":
+            return self.step(event)
+        return None
+
+    def step(self, event: Event) -> ReplayedStep:
         request, costs, before = self.request(event), self.costs, self.state
         self.state, decision = decide(before, observe(event), self.rules)
         self.costs = learn(costs, outcome_from_plain(event))
+        self.next_step = event["step"] + 1
+        was_retried = event["step"] in self.retried or event.get("comparison") is not None
+        self.retried.clear()
+        due = comparison_due(
+            before.trial, self.rules.goals, policy=event["policy"], tokens=event["tokens"]
+        )
         return ReplayedStep(
             event=event,
             costs=costs,
@@ -97,6 +119,7 @@ class _Replay:
             before=before,
             decision=decision,
             written=decision_to_plain(decision) if is_news(before, decision) else None,
+            compared=None if due is None else due._asdict(),
         )
 
 
@@ -105,23 +128,31 @@ def replay(events: Iterable[Event]) -> Iterator[ReplayedStep]:
 
     Args:
         events: The events in the order in which they were written. Steps before the first
-            `control` event, of an older version of rematic, are left out.
+            `control` event, of an older version of rematic, are left out; so are those between
+            missing steps and the next `control` event, whose state nobody knows.
+
+    Raises:
+        DamagedEventError: If an event is not what rematic writes.
     """
     now: _Replay | None = None
-    retried: set[int] = set()
     for event in events:
-        kind = event["event"]
-        if kind == "attach":
-            now = None  # another process; its own `control` follows
-        elif kind == "control":
-            now = _begun(event)
-        elif kind == "compare" or (kind == "retry" and event["level"] == "step"):
-            retried.add(event["step"])
-        elif now is not None and kind in _CHANGES:
-            now.actions = resolve(policy_from_plain(event["policy"]), now.classes)
-        elif now is not None and kind == "step":
-            yield now.step(event, was_retried=event["step"] in retried)
-            retried.clear()
+        with damage_named(event):
+            now, step = _taken(now, event)
+        if step is not None:
+            yield step
+
+
+def _taken(now: _Replay | None, event: Event) -> tuple[_Replay | None, ReplayedStep | None]:
+    kind = event["event"]
+    if kind == "attach":
+        return None, None  # another process; its own `control` follows
+    if kind == "control":
+        return _begun(event), None
+    if now is None:
+        return None, None
+    if kind == "step" and now.next_step not in (None, event["step"]):
+        return None, None
+    return now, now.take(event)
 
 
 def _begun(event: Event) -> _Replay:
@@ -132,4 +163,5 @@ def _begun(event: Event) -> _Replay:
         classes=event["classes"],
         reserve=event["reserve"],
         actions=resolve(policy_from_plain(event["policy"]), event["classes"]),
+        next_step=event.get("step"),
     )

@@ -308,6 +308,7 @@ costs_strategy = st.builds(
     backward_transient=_curves,
     longest=st.integers(0, 9000),
     margin_bytes=_bytes,
+    surprised=st.booleans(),
 )
 
 

@@ -251,7 +251,7 @@ def test_what_never_fits_leaves_a_checkpoint(runner: Runner, tmp_path: Path, ent
 
 COMPARED = Recipe(
     policy=PolicyConfig(op_retry="never", trust=("*",)),
-    goals=GoalsConfig(loss_tolerance=0.0, gradient_tolerance=0.0, slowdown_max=1e9),
+    goals=GoalsConfig(loss_tolerance=0.0, gradient_tolerance=0.0, ooms_max=9, slowdown_max=1e9),
     control=ControlConfig(probation_steps=3),
 )
 

@@ -1,0 +1,101 @@
+"""Whether steps and changes of a journal follow from each other: numbers, policies, pins. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rematic.control.damaged import damage_named
+
+Event = Mapping[str, Any]
+
+CHANGES = frozenset({"switch", "rollback", "pin", "unpin"})
+"""Kinds of events that put a policy in force, or pin it."""
+
+
+class Mismatch(NamedTuple):
+    """A field of an event that does not follow from the events before it."""
+
+    step: int
+    """The step, or the one before which a change came."""
+    field: str
+    """The field, with its kind of event before it where that is a change."""
+    written: object
+    """What the journal says."""
+    followed: object
+    """What follows from the events before."""
+
+
+@dataclass
+class _Trail:
+    """What is known of the step that comes; None in a field means that it is not."""
+
+    step: int | None
+    policy: Any
+    pinned: bool | None = None
+    depth: int | None = None
+
+
+def mismatches(events: Iterable[Event]) -> Iterator[Mismatch]:
+    """Yields what does not follow from the events before it.
+
+    A step whose number does not follow is told once, since lines are missing before it; from the
+    next `control` event on everything follows again.
+
+    Args:
+        events: The events in the order in which they were written.
+
+    Raises:
+        DamagedEventError: If an event is not what rematic writes.
+    """
+    trail: _Trail | None = None
+    for event in events:
+        with damage_named(event):
+            trail, found = _followed(trail, event)
+        yield from found
+
+
+def _followed(trail: _Trail | None, event: Event) -> tuple[_Trail | None, list[Mismatch]]:
+    kind = event["event"]
+    if kind == "attach":
+        return None, []  # another process; its own `control` follows
+    if kind == "control":
+        return _Trail(step=event.get("step"), policy=event["policy"]), []
+    if trail is None:
+        return None, []
+    if kind in CHANGES:
+        return trail, list(_change(trail, event))
+    if kind != "step":
+        return trail, []
+    found = list(_step(trail, event))
+    return None if any(mismatch.field == "step" for mismatch in found) else trail, found
+
+
+def _change(trail: _Trail, event: Event) -> Iterator[Mismatch]:
+    kind, before, after = event["event"], trail.policy, event["policy"]
+    known = {"step": trail.step, "from": before["name"], "to": after["name"]}
+    for field, value in known.items():
+        if value is not None and event.get(field) != value:
+            yield Mismatch(event["step"], f"{kind}.{field}", event.get(field), value)
+    trail.policy = after
+    if kind in ("pin", "unpin"):
+        trail.pinned = kind == "pin"
+    if kind == "rollback":
+        trail.depth = None  # it may have gone back several switches
+    elif trail.depth is not None and (kind == "switch" or (kind == "pin" and after != before)):
+        trail.depth += 1
+
+
+def _step(trail: _Trail, event: Event) -> Iterator[Mismatch]:
+    known = {
+        "step": trail.step,
+        "policy": trail.policy["name"],
+        "pinned": trail.pinned,
+        "depth": trail.depth,
+    }
+    for field, value in known.items():
+        if value is not None and event.get(field, value) != value:
+            yield Mismatch(event["step"], field, event[field], value)
+    trail.step = event["step"] + 1
+    trail.pinned, trail.depth = event.get("pinned"), event.get("depth")
