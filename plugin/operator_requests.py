@@ -9,14 +9,15 @@ changes nothing.
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rematic.appended_lines import AppendedLines
 from rematic.control import policy_in_history
 from rematic.policy import policy_named
 
@@ -38,7 +39,15 @@ POLL_SECONDS = 1.0
 KINDS = ("rollback", "pin", "unpin")
 """What can be asked for."""
 
+REQUESTS_MAX = 20
+"""Answers at one boundary: each of them waits for the disk."""
+
+_LINES_MAX = 1000
 _MAX_LINE_BYTES = 1 << 16
+_LOOK_BYTES = 2 * _MAX_LINE_BYTES
+_KNOWN_BYTES = 1 << 20
+"""So much of what earlier processes were asked is known; what is older is stale in any case."""
+_MAX_ID_LETTERS = 100
 _MAX_TIME_SECONDS = 1 << 40
 
 
@@ -102,7 +111,7 @@ def _reason(fields: Mapping[str, Any]) -> str:
 
 
 def _short(value: object) -> str | None:
-    return value[:100] if isinstance(value, str) else None
+    return value[:_MAX_ID_LETTERS] if isinstance(value, str) else None
 
 
 class RequestReader:
@@ -124,38 +133,35 @@ class RequestReader:
         clock: Callable[[], float] = time.time,
         ticks: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path = path
         self._clock = clock
         self._ticks = ticks
         self._next_look = float("-inf")
-        self._offset = 0
         self._ids: set[str] = set()
-        for line in self._new_lines():
+        self._file = AppendedLines(path, most_bytes=_LOOK_BYTES)
+        self._lines: deque[bytes] = deque()
+        for line in self._file.read_to_end(last_bytes=_KNOWN_BYTES):
             self._known_before(_parsed(line)[0])
 
     def poll(self) -> list[Request]:
-        """Returns the requests that have come; looks at the file once per `POLL_SECONDS`."""
+        """Returns the requests that have come; looks at the file once per `POLL_SECONDS`.
+
+        At most `REQUESTS_MAX` at once, and lines that nobody can await an answer to as one.
+        """
         now = self._ticks()
         if now < self._next_look:
             return []
         self._next_look = now + POLL_SECONDS
-        return [self._checked(line) for line in self._new_lines()]
-
-    def _new_lines(self) -> Iterator[bytes]:
-        """Yields whole lines behind the last one read; a shorter file is read from its start."""
-        try:
-            size_bytes = os.stat(self._path).st_size
-            if size_bytes == self._offset:
-                return
-            start = self._offset if size_bytes > self._offset else 0
-            with open(self._path, "rb") as file:
-                file.seek(start)
-                content = file.read()
-        except OSError:  # there is none, or it may not be read: training goes on
-            return
-        whole = content.rfind(b"\n") + 1  # a line that is still being written comes next time
-        self._offset = start + whole
-        yield from content[:whole].splitlines()
+        self._lines = self._lines or deque(self._file.read())
+        found: list[Request] = []
+        nameless: list[Request] = []
+        for _ in range(min(len(self._lines), _LINES_MAX)):
+            line = self._lines.popleft()
+            if line.strip():
+                request = self._checked(line)
+                (found if "id" in request.fields else nameless).append(request)
+            if len(found) == REQUESTS_MAX:
+                break
+        return [*found, *_as_one(nameless)]
 
     def _checked(self, line: bytes) -> Request:
         fields, refused = _parsed(line)
@@ -180,6 +186,14 @@ class RequestReader:
         return None
 
 
+def _as_one(nameless: list[Request]) -> list[Request]:
+    """Returns requests without an id as one, so that a file of something else costs little."""
+    if len(nameless) < 2:
+        return nameless
+    more = f"{nameless[0].refused}; {len(nameless) - 1} more lines have no id that is a text"
+    return [Request(fields={}, refused=more)]
+
+
 def _parsed(line: bytes) -> tuple[dict[str, Any], str | None]:
     """Returns the fields of a line, and what is wrong with them."""
     if len(line) > _MAX_LINE_BYTES:
@@ -190,7 +204,10 @@ def _parsed(line: bytes) -> tuple[dict[str, Any], str | None]:
         return {}, f"it is not JSON ({error})"
     if not isinstance(fields, dict):
         return {}, f"it is a {type(fields).__name__}: expected an object"
-    return fields, _fault(fields)
+    fault = _fault(fields)
+    if not isinstance(fields.get("id"), str):
+        fields.pop("id", None)
+    return fields, fault
 
 
 def _fault(fields: Mapping[str, Any]) -> str | None:
@@ -207,6 +224,8 @@ def _fault(fields: Mapping[str, Any]) -> str | None:
         value = fields.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool):
             return f"its {name} is {value!r}: expected {' or '.join(k.__name__ for k in kinds)}"
+    if len(fields["id"]) > _MAX_ID_LETTERS:
+        return f"its id has {len(fields['id'])} letters: expected at most {_MAX_ID_LETTERS}"
     if not abs(fields["time"]) < _MAX_TIME_SECONDS:  # nor is NaN, which JSON of Python may hold
         return f"its time is {fields['time']!r}: expected seconds since the epoch"
     if fields["request"] not in KINDS:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 import rematic
 from rematic.journal import FILE_NAME as JOURNAL_NAME
 from rematic.journal import JournalWriter, read_journal
-from rematic.operator_requests import FILE_NAME, RequestReader, append_request
+from rematic.operator_requests import FILE_NAME, REQUESTS_MAX, RequestReader, append_request
 from rematic.policy import KEEP, RECOMPUTE
 from tests.activations.blocks import make_input, make_model
 
@@ -44,7 +47,7 @@ class Job:
         return [e for e in read_journal(self.folder / JOURNAL_NAME) if e["event"] == "request"]
 
     def say(self, line: str) -> None:
-        with open(self.folder / FILE_NAME, "a") as file:
+        with open(self.folder / FILE_NAME, "a", errors="surrogateescape") as file:
             file.write(line + "\n")
 
 
@@ -106,7 +109,10 @@ REFUSED = {
     "lossy policy": (request(request="pin", policy="compress"), "loses precision"),
     "nothing to roll back": (request(request="rollback"), "cannot roll back 1 switches"),
     "steps that are no number": (request(request="rollback", steps=True), "its steps is True"),
-    "too long": (request(reason="x" * (1 << 17)), "a line of 131"),
+    "too long": (request(reason="x" * (1 << 16)), "a line of 65"),
+    "much too long": (request(reason="x" * (1 << 18)), "a line of 131072 bytes"),
+    "an id too long": (request(id="x" * 101), "its id has 101 letters: expected at most 100"),
+    "no UTF-8": (request(id="x").replace("x", "\udcff"), "it is not JSON"),
 }
 
 
@@ -173,6 +179,99 @@ def test_a_file_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None
     assert [r.fields["id"] for r in reader.poll()] == ["first", "second"]
     path.write_text(request(id="third") + "\n")
     assert [r.fields["id"] for r in reader.poll()] == ["third"]
+
+
+def reader_of(path: Path) -> RequestReader:
+    """A reader that looks at the file whenever it is asked."""
+    return RequestReader(path, ticks=iter(range(10_000)).__next__)
+
+
+def test_another_file_of_the_same_size_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    reader = reader_of(path)
+    path.write_text(request(id="a", time=1) + "\n")
+    assert [r.fields["id"] for r in reader.poll()] == ["a"]
+    (tmp_path / "new").write_text(request(id="b", time=1) + "\n")
+    (tmp_path / "new").replace(path)
+    assert [r.fields["id"] for r in reader.poll()] == ["b"]
+
+
+def test_a_huge_line_is_refused_once_and_read_no_further(tmp_path: Path) -> None:
+    """Not kept in memory as a whole, and not read again at every boundary."""
+    path = tmp_path / FILE_NAME
+    reader = reader_of(path)
+    size_bytes = 8 << 20
+    path.write_bytes(b"x" * size_bytes)
+    tracemalloc.start()
+    polls = [reader.poll() for _ in range(100)]
+    assert tracemalloc.get_traced_memory()[1] < size_bytes / 4
+    tracemalloc.stop()
+    (refused,) = [request.refused for requests in polls for request in requests]
+    assert str(refused).startswith("a line of 131072 bytes: expected at most 65536")
+    with open(path, "a") as file:
+        file.write("\n" + request(id="after") + "\n")
+    assert [r.fields["id"] for r in reader.poll()] == ["after"]
+
+
+def test_a_flood_costs_a_bounded_time_at_each_boundary(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    reader = reader_of(path)
+    junk, real = "junk\n" * 1500 + "\n" * 100, [f"id-{i}" for i in range(30)]
+    path.write_text(junk + "".join(request(id=name) + "\n" for name in real))
+    first, second, third, fourth = (reader.poll() for _ in range(4))
+    assert [len(first), len(second)] == [1, REQUESTS_MAX + 1]
+    assert str(first[0].refused).endswith("; 999 more lines have no id that is a text")
+    assert [r.fields["id"] for r in (*second[:-1], *third)] == real
+    assert fourth == []
+
+
+def test_a_pipe_in_its_place_keeps_nobody_waiting(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    reader = reader_of(path)
+    path.write_text(request() + "\n")
+    assert len(reader.poll()) == 1
+    path.unlink()
+    os.mkfifo(path)
+    thread = threading.Thread(target=reader.poll, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_of_a_long_file_of_an_earlier_process_the_end_is_known(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_text(("x" * 60_000 + "\n") * 30 + request(id="last") + "\n" + '{"schema": 1')
+    reader = reader_of(path)
+    with open(path, "a") as file:
+        file.write(request(id="new")[12:] + "\n" + request(id="last") + "\n")
+    assert [(r.fields["id"], r.refused is None) for r in reader.poll()] == [
+        ("new", True),
+        ("last", False),
+    ]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).symlink_to(tmp_path / "elsewhere")
+    reader = reader_of(tmp_path / FILE_NAME)
+    assert reader.poll() == []
+    append_request(tmp_path, "unpin")
+    assert [r.refused for r in reader.poll()] == [None]
+
+
+def test_two_operators_at_once_lose_no_request(tmp_path: Path) -> None:
+    reader, made = reader_of(tmp_path / FILE_NAME), []
+
+    def operate(policy: str) -> None:
+        made.extend(append_request(tmp_path, "pin", policy=policy) for _ in range(40))
+
+    threads = [threading.Thread(target=operate, args=(name,)) for name in ("keep", "recompute")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [request for _ in range(4) for request in reader.poll()]
+    assert sorted(str(r.fields["id"]) for r in found) == sorted(made)
+    assert all(r.refused is None for r in found)
 
 
 def test_a_file_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Only the chosen command imports what it needs: `rematic --version` answers at on
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments after the command's name; None: those of the process.
     """
+    _print_anything()
     try:
         arguments = _parse(argv)
     except SystemExit as exit_request:  # argparse has said what there is to say
@@ -41,8 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe left; there is nobody to tell
         return FAILED
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        return _complain(f"{error.strerror or error}{where}", code=FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", code=INTERRUPTED)
+
+
+def _print_anything() -> None:
+    """Writes what a terminal's encoding lacks as escapes: a journal may quote any bytes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -24,14 +24,13 @@ def run_request(arguments: argparse.Namespace) -> int:
         JournalError: There is no run.
     """
     journal = find_journal(arguments.run_path)
-    tail = JournalTail(journal)
     fields = {
         name: value
         for name in ("policy", "steps", "reason")
         if (value := getattr(arguments, name, None)) is not None
     }
-    request_id = append_request(journal.parent, arguments.request, **fields)
-    with contextlib.closing(tail):
+    with contextlib.closing(JournalTail(journal)) as tail:
+        request_id = append_request(journal.parent, arguments.request, **fields)
         answer = _wait(tail, request_id, seconds=arguments.wait)
     if arguments.json:
         print(json.dumps({"id": request_id, "answer": answer}, indent=2))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +18,8 @@ import rematic
 from rematic.cli import main
 from rematic.cli.exit_codes import DONE, FAILED, USER_ERROR
 from rematic.journal import FILE_NAME, JournalWriter
+from rematic.operator_requests import FILE_NAME as REQUESTS_NAME
+from rematic.operator_requests import append_request
 from rematic.recipes import GoalsConfig, Recipe
 from tests.activations.blocks import make_input, make_model
 from tests.test_supervisor import CRAMPED, QUIET, PaperProbe
@@ -110,6 +115,53 @@ def test_a_job_that_does_not_answer(job: Job, read: Read) -> None:
     assert code == FAILED
     assert "no answer from" in text
     assert "Does it run?" in text
+
+
+def test_a_request_that_cannot_be_written(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a run directory that others may only read; said in a line, without a traceback."""
+    (job.folder / REQUESTS_NAME).mkdir()
+    assert main(["unpin", str(job.folder), "--wait", "0"]) == FAILED
+    said = capsys.readouterr().err
+    assert said == f"rematic: Is a directory: {job.folder / REQUESTS_NAME}\n"
+
+
+def test_a_reason_of_any_bytes_is_printed(job: Job) -> None:
+    """What a shell hands over need not be UTF-8."""
+    job.steps(1)
+    append_request(job.folder, "pin", policy="recompute", reason="\udcff")
+    job.steps(1)
+    for command in ("status", "explain"):
+        done = subprocess.run(
+            [sys.executable, "-m", "rematic.cli", command, job.folder],
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+            capture_output=True,
+            check=True,
+        )
+        assert b"by an operator: \\udcff" in done.stdout
+
+
+def test_a_damaged_event_is_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.steps(3)
+    path = job.folder / FILE_NAME
+    path.write_text(path.read_text().replace('"policy":"keep"', '"politics":"keep"'))
+    for command in ("status", "explain", "audit"):
+        assert main([command, str(job.folder)]) == USER_ERROR
+        assert "is damaged (KeyError: 'policy')" in capsys.readouterr().err
+
+
+def test_steps_behind_missing_ones_are_not_explained(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.steps(4)
+    path = job.folder / FILE_NAME
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"step":1,' not in line))
+    assert main(["explain", str(job.folder), "--step", "3"]) == USER_ERROR
+    assert "step 3 cannot be explained: the journal lacks" in capsys.readouterr().err
+    assert main(["audit", str(job.folder)]) == FAILED
+    said = capsys.readouterr().out
+    assert "2 steps could not be audited" in said
+    assert "step 2, step: the journal says 2, the figures lead to 1" in said
 
 
 @pytest.mark.parametrize("command", ["status", "explain", "audit", "unpin"])
