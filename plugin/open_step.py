@@ -74,6 +74,7 @@ class OpenStep:
         engine.ledger.at_backward = (
             self._at_first_backward if decision.roomy else self.meter.at_backward
         )
+        engine.ledger.after_leaving = self.meter.after_eviction if watched else None
         engine.ledger.at_unit_retry = self._note_unit_retry
         after_op = self.meter.read if watched else None
         self.armed = armed
@@ -92,6 +93,7 @@ class OpenStep:
     def close(self) -> None:
         """Stops watching; the plan stays in force until the next step."""
         self._engine.ledger.after_forward = None
+        self._engine.ledger.after_leaving = None
         self._engine.ledger.at_backward = None
         self._engine.ledger.at_unit_retry = None
         self._engine.stand_aside(False)
@@ -205,15 +207,17 @@ class OpenStep:
         limit = self.decision.limit_bytes
         if in_use is None or limit is None:
             return
+        leaving = record.leaving_bytes()
+        in_use -= leaving
         if self.decision.rise_after_bytes is not None:
             rise = self.decision.rise_after_bytes[record.position]
             self._evict_excess(in_use + rise - limit)
             if not self.armed and record.position == len(self._engine.units) - 1:
-                self._try_room(rise)
+                self._try_room(rise - leaving)
             return
         # What the step needs is beside what was there before and what records hold: inputs of units
         # and the like are in it already, and would count twice on top of the bytes in use.
-        held = sum(self.meter.kept.values()) - self._counts.since()["evicted_bytes"]
+        held = self.meter.staying_bytes - self._counts.since()["evicted_bytes"]
         needed = self.decision.needed_after_bytes[record.position]
         self._evict_excess(max(in_use, (self.meter.before_bytes or 0) + held + needed) - limit)
 
@@ -226,7 +230,7 @@ class OpenStep:
         if self._probe.kind != "host":
             return
         beyond = int(BEYOND_SHARE * (self.decision.limit_bytes or 0))
-        while not _can_allocate(rise + beyond):
+        while not _can_allocate(max(0, rise + beyond)):
             eviction = self._engine.ledger.evict(1)
             if not eviction.bytes_freed:
                 return

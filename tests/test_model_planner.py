@@ -136,7 +136,7 @@ def test_the_models_plan_runs_less_arithmetic_again(
         with _Products() as counted:
             training.train([64])
         products.append(counted.flops)
-        assert len(_by_model(training)) == (0 if planner == "measured" else 5)
+        assert len(_by_model(training)) == (0 if planner == "measured" else 6)
     assert products[1] < products[0]
 
 
@@ -271,7 +271,7 @@ def test_after_a_step_that_took_more_than_predicted_plans_leave_more_room(
     plain: tuple[Outcome, int], recomputed: int
 ) -> None:
     training = Training(_budget(plain, recomputed, 0.5), policy="planned")
-    training.train([64] * 4)
+    training.train([64] * 3)
     training.surprise_bytes = 40_000
     training.train([64] * 4)
     surprised, *after = _by_model(training)[-4:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import rematic
 from rematic.memory import SimulatedProbe
 from rematic.policy import PLANNED, Policy, Rule, Selective
 from rematic.recipes import ControlConfig, PolicyConfig, Recipe
+from rematic.stash import DiskStash
 from tests.activations.blocks import Block, make_input, make_model
 from tests.activations.families import build_llama
 from tests.activations.parity import Outcome, differences, read_outcome
@@ -273,6 +275,22 @@ def test_never_means_that_no_op_is_run_again(op_retry: Any, recovers: bool) -> N
     assert failing.num_ooms == 1
 
 
+@pytest.mark.parametrize("share", [1.08, 1.3])
+def test_what_is_about_to_move_is_not_evicted_to_keep_to_the_budget(
+    plain: tuple[Outcome, int], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or `offload` becomes `recompute`, which needs more, where memory is short."""
+    monkeypatch.setattr(
+        "rematic.activations.stash_places.DiskStash", functools.partial(DiskStash, min_bytes=1)
+    )
+    free = Training(policy="offload")
+    assert differences(free.train(LENGTHS), plain[0]) == []
+    training = Training(int(share * max(free.peaks)), policy="offload")
+    assert differences(training.train(LENGTHS), plain[0]) == []
+    assert training.peaks == free.peaks
+    assert {(record["evictions"], record["replays"]) for record in training.records} == {(0, 0)}
+
+
 def test_with_room_to_spare_memory_is_read_once_until_a_step_surprises() -> None:
     training = Training(1 << 30, policy="planned")
     assert training.session is not None
@@ -337,6 +355,17 @@ def test_predictions_are_close_to_the_peaks(plain: tuple[Outcome, int], recomput
         ]
         assert as_planned
         assert all(0.95 * peak <= predicted <= 1.1 * peak for predicted, peak in as_planned)
+
+
+def test_a_first_step_tells_the_peak_of_keeping_everything(
+    plain: tuple[Outcome, int], recomputed: int
+) -> None:
+    """It recomputes, and holds what each unit keeps until its forward ends, to measure it."""
+    training = Training(recomputed + int(1.2 * (plain[1] - recomputed)), policy="planned")
+    training.train([64, 64])
+    assert training.records[0]["evictions"] == 0
+    assert training.records[1]["plan"] == {"keep": 4}
+    assert training.records[1]["predicted_peak_bytes"] == training.peaks[1]
 
 
 # --- state ----------------------------------------------------------------------------------------

@@ -64,7 +64,9 @@ class Ledger:
     def __init__(self) -> None:
         self.counts = LedgerCounts()
         self.after_forward: Callable[[Record], None] | None = None
-        """Called when a unit's forward has ended."""
+        """Called when a unit's forward has ended, before what it does not hold on to leaves."""
+        self.after_leaving: Callable[[], None] | None = None
+        """Called when that was let go or moved."""
         self.at_backward: Callable[[Record], None] | None = None
         """Called when backward comes to a record, before it is replayed if it is evicted."""
         self.at_unit_retry: Callable[[str, int, Eviction], None] | None = None
@@ -194,7 +196,7 @@ class Ledger:
         if spare_active and (others or any(record.num_replays for record, _ in held)):
             held = others
         held.sort(key=lambda pair: (-_rate_class(*pair), pair[0].serial))
-        return [record for record, _ in held if not record.busy]
+        return [record for record, _ in held if not (record.busy or record.leaves)]
 
 
 def _rate_class(record: Record, size_bytes: int) -> int:

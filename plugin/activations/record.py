@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,7 @@ class Record:
         "forward_seconds",
         "held",
         "holders",
+        "leaves",
         "lock",
         "module_state",
         "name",
@@ -134,6 +135,8 @@ class Record:
         """Whether nobody has compared a replay with a forward, since the user vouches for it."""
         self.busy = False
         """Whether it is being replayed, when nothing may evict it."""
+        self.leaves = False
+        """Whether what it holds is about to be let go or moved, when nothing need evict it."""
         self.num_replays = 0
         self.forward_seconds: float | None = None
         """Seconds that the forward took, None while it runs."""
@@ -197,6 +200,13 @@ class Record:
     def own_bytes(self) -> int:
         """Returns the bytes held: distinct storages in memory, external ones not counted."""
         return sum(nbytes for _, nbytes in self._own_storages())
+
+    def leaving_bytes(self) -> int:
+        """Returns the bytes among them that are about to be let go or moved."""
+        if not self.leaves:
+            return 0
+        results = () if self.cache is None else self.cache.tensors()
+        return self.own_bytes() - sum(nbytes for _, nbytes in _storages(results))
 
     def evict(self) -> int:
         """Lets go of every own tensor and returns the bytes whose storage died, measured.
@@ -301,13 +311,7 @@ class Record:
         return tensor
 
     def _own_storages(self) -> list[tuple[weakref.ref[Any], int]]:
-        found: dict[int, tuple[weakref.ref[Any], int]] = {}
-        for tensor in self._own_tensors():
-            key = torch_private.storage_key(tensor)
-            if key is not None and key not in found:
-                storage = tensor.untyped_storage()
-                found[key] = (weakref.ref(storage), storage.nbytes())
-        return list(found.values())
+        return _storages(self._own_tensors())
 
     def _own_tensors(self) -> Iterator[torch.Tensor]:
         for holder in self.live_holders():
@@ -315,6 +319,16 @@ class Record:
                 yield holder.tensor
         if self.cache is not None:
             yield from self.cache.tensors()
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[weakref.ref[Any], int]]:
+    found: dict[int, tuple[weakref.ref[Any], int]] = {}
+    for tensor in tensors:
+        key = torch_private.storage_key(tensor)
+        if key is not None and key not in found:
+            storage = tensor.untyped_storage()
+            found[key] = (weakref.ref(storage), storage.nbytes())
+    return list(found.values())
 
 
 def _accelerators(tensors: list[torch.Tensor]) -> tuple[torch.device, ...]:

@@ -45,6 +45,8 @@ class StepMeter:
         """Highest reading of the step."""
         self.kept: dict[tuple[str, str], int] = {}
         """Bytes held when a unit's forward ended, by name of unit and `keep` or `selective`."""
+        self.staying_bytes = 0
+        """Bytes among them that neither move nor are let go at once."""
         self.paused = False
         """Whether readings are left out: an optimizer updates in the middle of the step."""
         self._transients: dict[Phase, int] = {}
@@ -66,7 +68,9 @@ class StepMeter:
         """
         if record.held or selective:
             key = (record.name, "keep" if record.held else "selective")
-            self.kept[key] = self.kept.get(key, 0) + record.own_bytes()
+            num_bytes = record.own_bytes()
+            self.kept[key] = self.kept.get(key, 0) + num_bytes
+            self.staying_bytes += num_bytes - record.leaving_bytes()
         if self._watched:
             self._resident_bytes = self._ledger.resident_bytes()
             self._gradients_since = self._gradient_bytes() - self._gradients_before

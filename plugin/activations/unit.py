@@ -311,10 +311,12 @@ class Unit(UnitFindings):
             self._schedule.look_again(training)
         if record.cache is not None and not record.cache.is_usable():
             record.cache = None
-        if self.ledger.after_forward is not None:
-            self.ledger.after_forward(record)
         starts_evicted = not self.starts_held and record.pinned is None
         lets_go = starts_evicted and (first or self.unmeasured or awaited)
+        if self.ledger.after_forward is not None:
+            record.leaves = lets_go or (self.stash is not None and record.held)
+            self.ledger.after_forward(record)
+            record.leaves = False
         if first and not self.unmeasured:  # planning measures a step that lets go at once
             self.ledger.waiting.add(record, functools.partial(self._settle, lets_go=lets_go))
         else:
@@ -333,6 +335,8 @@ class Unit(UnitFindings):
         if self.stash is not None:
             shared = self.ledger.shared_inputs.of(record)
             move_away(record, self.stash, self.note_once, shared=shared)
+        if (lets_go or self.stash is not None) and self.ledger.after_leaving is not None:
+            self.ledger.after_leaving()
 
     @property
     def _awaits_check(self) -> bool:

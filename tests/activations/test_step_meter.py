@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 from rematic.activations import Engine, OpRetry, StepMeter
 from rematic.memory import SimulatedProbe
-from rematic.policy import Keep, Plan, Recompute
+from rematic.policy import Action, Keep, Offload, Plan, Recompute
+from rematic.stash import DiskStash
 from tests.activations.blocks import WIDTH, Block, Model, make_input, make_model
 
 ROWS = 1000
@@ -19,11 +21,12 @@ ONE = ROWS * WIDTH * 4
 
 
 def _measured(
-    model: Model, *, kept: bool, watched: bool = True
+    model: Model, *, kept: bool = False, watched: bool = True, action: Action | None = None
 ) -> tuple[StepMeter, SimulatedProbe, Engine]:
     """The second step of a model, read after every op; the first call of a unit is special."""
     engine = Engine(model)
-    engine.apply(Plan(actions=(Keep() if kept else Recompute(),) * len(engine.units)))
+    action = action or (Keep() if kept else Recompute())
+    engine.apply(Plan(actions=(action,) * len(engine.units)))
     x = make_input(ROWS)
     model(x).backward()
     model.zero_grad()
@@ -39,6 +42,7 @@ def _measured(
             watched=watched,
         )
         engine.ledger.after_forward = meter.at_unit_end
+        engine.ledger.after_leaving = meter.after_eviction
         engine.ledger.at_backward = meter.at_backward
         with OpRetry(lambda *_: 0, after_op=meter.read if watched else None):
             model(x).backward()
@@ -107,6 +111,20 @@ def test_the_head_is_told_apart_from_the_units() -> None:
     assert inside is not None
     assert inside < 10 * ONE
     assert head > 100 * ONE
+
+
+def test_what_moves_when_a_unit_ends_is_not_held_while_the_head_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "rematic.activations.stash_places.DiskStash", functools.partial(DiskStash, min_bytes=1)
+    )
+    torch.manual_seed(0)
+    moved, _, _ = _measured(WideHead(), action=Offload())
+    recomputed, _, _ = _measured(WideHead(), action=Recompute())
+    assert list(moved.kept.values()) == [ONE] * 3
+    assert moved.staying_bytes == 0
+    assert moved.transient_bytes("head") == recomputed.transient_bytes("head")
 
 
 def test_gradients_that_appear_are_not_the_working_set_of_backward() -> None:
