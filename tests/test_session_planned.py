@@ -339,7 +339,8 @@ def test_the_journal_tells_the_run(plain: tuple[Outcome, int], recomputed: int) 
     assert training.session.last_step is not None
     last = training.session.last_step.to_event()
     assert last.items() <= training.records[-1].items()
-    assert training.records[-1].keys() - last.keys() == {"pending_gradient_bytes", "learned"}
+    added = {"pending_gradient_bytes", "learned", "comparison"}
+    assert training.records[-1].keys() - last.keys() == added
 
 
 def test_predictions_are_close_to_the_peaks(plain: tuple[Outcome, int], recomputed: int) -> None:
