@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rematic import control
@@ -33,10 +33,12 @@ def run_explain(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _explanation(events: Sequence[Event], arguments: argparse.Namespace) -> str:
-    step = _step(events, arguments.step)
+def _explanation(events: Iterable[Event], arguments: argparse.Namespace) -> str:
+    search = _Search(arguments.step)
+    for event in events:
+        search.take(event)
+    step, around = search.found(), search.around
     others = control.alternatives(step, (*LADDER, PLANNED))
-    around = _around(events, step.event)
     if not arguments.json:
         return "\n".join(_lines(step, others, around))
     plain = {
@@ -48,36 +50,63 @@ def _explanation(events: Sequence[Event], arguments: argparse.Namespace) -> str:
     return json.dumps(plain, indent=2)
 
 
-def _step(events: Sequence[Event], number: int | None) -> ReplayedStep:
-    """Returns the step of that number as it was trained last, the last step for None."""
-    steps = {step.event["step"]: step for step in control.replay(events)}
-    if not steps:
-        raise JournalError("the journal holds no step that can be explained; expected one of a run")
-    if number is None:
-        return steps[max(steps)]
-    if number not in steps and any(e["event"] == "step" and e["step"] == number for e in events):
-        raise JournalError(
-            f"step {number} cannot be explained: the journal lacks what it was decided from, or "
-            "lines before it"
-        )
-    if number not in steps:
-        raise JournalError(
-            f"there is no step {number} in the journal: expected one from {min(steps)} to "
-            f"{max(steps)}"
-        )
-    return steps[number]
+class _Search:
+    """Looks for a step as it was trained last, and for the events that belong to it.
 
+    Args:
+        number: Number of the step; None for the last one.
+    """
 
-def _around(events: Sequence[Event], step: Mapping[str, Any]) -> list[Event]:
-    """Returns what belongs to a step, as it was trained last."""
-    place = next(i for i, event in enumerate(events) if event is step)
-    start = place
-    while start and events[start - 1]["event"] in _DURING:
-        start -= 1
-    end = place + 1
-    while end < len(events) and events[end]["event"] in _AFTER:
-        end += 1
-    return [event for event in events[start:end] if event is not step]
+    def __init__(self, number: int | None) -> None:
+        self.around: list[Event] = []
+        """What happened during the step, and what followed from it."""
+        self._number = number
+        self._replay = control.Replay()
+        self._step: ReplayedStep | None = None
+        self._numbers: tuple[int, int] | None = None
+        self._is_there = False
+        self._during: list[Event] = []
+        self._is_followed = False
+
+    def take(self, event: Event) -> None:
+        """Takes the next event of the journal."""
+        step, kind = self._replay.take(event), event["event"]
+        if kind == "step":
+            self._is_there = self._is_there or event["step"] == self._number
+        if step is not None and self._is_wanted(event["step"]):
+            self._step, self.around, self._is_followed = step, self._during, True
+        elif self._is_followed and kind in _AFTER:
+            self.around.append(event)
+        else:
+            self._is_followed = False
+        self._during = [*self._during, event] if kind in _DURING else []
+
+    def _is_wanted(self, number: int) -> bool:
+        low, high = self._numbers or (number, number)
+        self._numbers = min(low, number), max(high, number)
+        return number == (self._numbers[1] if self._number is None else self._number)
+
+    def found(self) -> ReplayedStep:
+        """Returns the step.
+
+        Raises:
+            JournalError: There is none.
+        """
+        if self._step is not None:
+            return self._step
+        if self._numbers is None:
+            raise JournalError(
+                "the journal holds no step that can be explained; expected one of a run"
+            )
+        if self._is_there:
+            raise JournalError(
+                f"step {self._number} cannot be explained: the journal lacks what it was decided "
+                "from, or lines before it"
+            )
+        raise JournalError(
+            f"there is no step {self._number} in the journal: expected one from "
+            f"{self._numbers[0]} to {self._numbers[1]}"
+        )
 
 
 def _lines(step: ReplayedStep, others: Sequence[Alternative], around: Sequence[Event]) -> list[str]:

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rematic.journal import JournalError, find_journal, read_journal
+from rematic.journal import JournalError, find_journal, missing_parts, read_journal
+
+_PARTS_NAMED = 5
 
 
-def events_of_run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns all events of the run under `run_path`.
+def events_of_run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Returns the events of the run under `run_path`, one by one; a long run has many.
+
+    Says on the error stream if parts of the journal are gone.
 
     Raises:
         JournalError: There is no run, or its journal is damaged or empty.
     """
     journal = find_journal(arguments.run_path)
-    events: list[dict[str, Any]] = list(read_journal(journal))
-    if not events:
+    missing = missing_parts(journal)
+    if missing:
+        names = ", ".join(part.name for part in missing[:_PARTS_NAMED])
+        more = " and more" if len(missing) > _PARTS_NAMED else ""
+        print(
+            f"rematic: {journal} lacks its parts {names}{more}: what is told is of the others",
+            file=sys.stderr,
+        )
+    events: Iterator[dict[str, Any]] = iter(read_journal(journal))
+    first = next(events, None)
+    if first is None:
         raise JournalError(
             f"{journal} holds no event; expected at least the start of a run: it was killed before "
             "it began, train it again"
         )
-    return events
+    return itertools.chain([first], events)
 
 
 @contextlib.contextmanager

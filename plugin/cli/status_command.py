@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from rematic.byte_sizes import format_bytes
 from rematic.cli.exit_codes import DONE
 from rematic.cli.run_events import events_of_run, naming_damage
+from rematic.control.policy_trail import CHANGES
 
 Event = dict[str, Any]
 
@@ -28,51 +30,58 @@ def run_status(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def status_of(events: Sequence[Event], *, now: float) -> dict[str, Any]:
+def status_of(events: Iterable[Event], *, now: float) -> dict[str, Any]:
     """Returns where a run stands.
 
     Args:
         events: Its events; at least one.
         now: Seconds since the epoch.
     """
-    last: dict[str, Event] = {}
+    seen = _Seen()
     for event in events:
-        last[event["event"]] = event
-    step, decision = last.get("step"), last.get("decision")
-    change = next((e for e in reversed(events) if e["event"] in _CHANGES), None)
-    policy, pinned = _policy(events)
-    ended = last.get("run_end")
-    is_over = ended is not None and ended is events[-1]
+        seen.take(event)
+    assert seen.event is not None
+    step, decision = seen.last.get("step"), seen.last.get("decision")
+    change, ended = seen.change, seen.event["event"] == "run_end"
     return {
-        "state": ended["status"] if is_over and ended else "running, or killed",
-        "seconds_since_last_event": round(now - events[-1]["time"], 1),
-        "policy": policy,
-        "pinned": pinned,
+        "state": seen.event["status"] if ended else "running, or killed",
+        "seconds_since_last_event": round(now - seen.event["time"], 1),
+        "policy": seen.policy,
+        "pinned": seen.pinned,
         "last_step": None if step is None else step["step"],
         "peak_bytes": None if step is None else step["peak_bytes"],
         "budget_bytes": None if step is None else step["budget_bytes"],
         "verdict": "ok" if decision is None else decision["settled"],
         "last_change": change and {k: change[k] for k in ("event", "to", "step", "reason")},
-        "question": next((e["person"] for e in reversed(events) if e.get("person")), None),
-        "last_request": last.get("request"),
+        "question": seen.question,
+        "last_request": seen.last.get("request"),
     }
 
 
-_CHANGES = ("switch", "rollback", "pin", "unpin")
+@dataclass
+class _Seen:
+    """What has been read so far."""
 
+    event: Event | None = None
+    """The last event."""
+    last: dict[str, Event] = field(default_factory=dict)
+    """The last one of each kind."""
+    change: Event | None = None
+    policy: str | None = None
+    pinned: bool = False
+    question: str | None = None
 
-def _policy(events: Sequence[Event]) -> tuple[str | None, bool]:
-    policy, pinned = None, False
-    for event in events:
+    def take(self, event: Event) -> None:
         kind = event["event"]
+        self.event = self.last[kind] = event
+        self.question = event.get("person") or self.question
         if kind == "step":
-            policy, pinned = event["policy"], event.get("pinned", False)
-        elif kind in _CHANGES:
-            policy = event["to"]
-            pinned = kind == "pin" or (pinned and kind != "unpin")
+            self.policy, self.pinned = event["policy"], event.get("pinned", False)
+        elif kind in CHANGES:
+            self.change, self.policy = event, event["to"]
+            self.pinned = kind == "pin" or (self.pinned and kind != "unpin")
         elif kind == "attach":
-            policy, pinned = event["policy"], False
-    return policy, pinned
+            self.policy, self.pinned = event["policy"], False
 
 
 def _text(status: dict[str, Any]) -> str:

@@ -58,6 +58,7 @@ from rematic.control.plain import costs_to_plain as costs_to_plain
 from rematic.control.plain import history_from_plain as history_from_plain
 from rematic.control.plain import history_to_plain as history_to_plain
 from rematic.control.plain import learned_to_plain as learned_to_plain
+from rematic.control.replay import Replay as Replay
 from rematic.control.replay import ReplayedStep as ReplayedStep
 from rematic.control.replay import replay as replay
 from rematic.control.risk import REMEDIES as REMEDIES

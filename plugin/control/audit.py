@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rematic.control.policy_trail import mismatches
-from rematic.control.replay import Event, ReplayedStep, replay
+from rematic.control.policy_trail import PolicyTrail
+from rematic.control.replay import Event, Replay, ReplayedStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,55 +55,77 @@ def audit(events: Iterable[Event]) -> AuditReport:
     """Decides everything again, and returns every difference.
 
     Args:
-        events: The events in the order in which they were written.
+        events: The events in the order in which they were written; they are taken one by one, and
+            none is kept.
 
     Raises:
         DamagedEventError: If an event is not what rematic writes.
     """
-    written = list(events)
-    steps = list(replay(written))
-    following = _following(written)
-    found = [
-        difference
-        for step in steps
-        for difference in (
-            *_plan_differences(step),
-            *_comparison_differences(step),
-            *_decision_differences(step, following),
-        )
-    ]
-    found += [
-        Difference(step=event["step"], field="decision", written=event.get("rule"), decided=None)
-        for event in _of_no_step(written)
-    ]
-    found += [
-        Difference(step=one.step, field=one.field, written=one.written, decided=one.followed)
-        for one in mismatches(written)
-    ]
+    tally = _Tally()
+    for event in events:
+        tally.take(event)
+    tally.end()
     return AuditReport(
-        num_steps=len(steps),
-        num_unaudited=sum(event["event"] == "step" for event in written) - len(steps),
-        num_retried=sum(step.was_retried for step in steps),
-        num_modelled=sum(step.by_model for step in steps),
-        num_decisions=sum(event["event"] == "decision" for event in written),
-        differences=tuple(found),
+        num_steps=tally.num_steps,
+        num_unaudited=tally.counts["step"] - tally.num_steps,
+        num_retried=tally.num_retried,
+        num_modelled=tally.num_modelled,
+        num_decisions=tally.counts["decision"],
+        differences=tuple(tally.found),
     )
 
 
-def _following(events: Sequence[Event]) -> dict[int, Event]:
-    """Returns the decision right behind each step event, by the identity of the step event."""
-    return {id(one): two for one, two in _pairs(events) if one["event"] == "step"}
+class _Tally:
+    """What has been audited so far."""
 
+    def __init__(self) -> None:
+        self.found: list[Difference] = []
+        self.counts: Counter[str] = Counter()
+        self.num_steps = self.num_retried = self.num_modelled = 0
+        self._replay, self._trail = Replay(), PolicyTrail()
+        self._last: ReplayedStep | None = None
+        """The step whose decision, if there is one, comes next."""
+        self._last_kind: str | None = None
 
-def _of_no_step(events: Sequence[Event]) -> list[Event]:
-    """Returns the decisions that are not right behind a step."""
-    return [two for one, two in _pairs(events) if one["event"] != "step"]
+    def take(self, event: Event) -> None:
+        self.found += [
+            Difference(step=one.step, field=one.field, written=one.written, decided=one.followed)
+            for one in self._trail.take(event)
+        ]
+        step, kind = self._replay.take(event), event["event"]
+        if kind not in ("attach", "control", "step", "decision"):
+            return
+        self.counts[kind] += 1
+        if kind == "decision":
+            self._decided(event)
+        else:
+            self.end()
+        self._last_kind = kind
+        if step is not None:
+            self._stepped(step)
 
+    def end(self) -> None:
+        """Ends a step that no decision follows."""
+        last, self._last = self._last, None
+        if last is not None and last.written is not None:
+            self.found.append(_difference(last, "decision", None, last.written["rule"]))
 
-def _pairs(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Yields every decision behind the step, decision or `control` before it."""
-    own = (event for event in events if event["event"] in ("control", "step", "decision"))
-    return ((one, two) for one, two in itertools.pairwise(own) if two["event"] == "decision")
+    def _stepped(self, step: ReplayedStep) -> None:
+        self._last = step
+        self.num_steps += 1
+        self.num_retried += step.was_retried
+        self.num_modelled += step.by_model
+        self.found += (*_plan_differences(step), *_comparison_differences(step))
+
+    def _decided(self, event: Event) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            self.found += _decision_differences(last, event)
+        elif self._last_kind != "step":  # else the step could not be audited either
+            rule = event.get("rule")
+            self.found.append(
+                Difference(step=event["step"], field="decision", written=rule, decided=None)
+            )
 
 
 def _plan_differences(step: ReplayedStep) -> Iterator[Difference]:
@@ -130,19 +152,13 @@ def _comparison_differences(step: ReplayedStep) -> Iterator[Difference]:
         yield _difference(step, "comparison", written, step.compared)
 
 
-def _decision_differences(step: ReplayedStep, following: dict[int, Event]) -> Iterator[Difference]:
-    written = following.pop(id(step.event), None)
-    if written is None or step.written is None:
-        if written is not None or step.written is not None:
-            yield _difference(step, "decision", written and written.get("rule"), _rule(step))
+def _decision_differences(step: ReplayedStep, written: Event) -> Iterator[Difference]:
+    if step.written is None:
+        yield _difference(step, "decision", written.get("rule"), None)
         return
     for field, value in {"step": step.event["step"], **step.written}.items():
         if written.get(field) != value:
             yield _difference(step, f"decision.{field}", written.get(field), value)
-
-
-def _rule(step: ReplayedStep) -> object:
-    return None if step.written is None else step.written["rule"]
 
 
 def _difference(step: ReplayedStep, field: str, written: object, decided: object) -> Difference:

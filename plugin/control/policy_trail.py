@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,39 +37,36 @@ class _Trail:
     depth: int | None = None
 
 
-def mismatches(events: Iterable[Event]) -> Iterator[Mismatch]:
-    """Yields what does not follow from the events before it.
+class PolicyTrail:
+    """Follows numbers, policies and pins from event to event.
 
     A step whose number does not follow is told once, since lines are missing before it; from the
     next `control` event on everything follows again.
-
-    Args:
-        events: The events in the order in which they were written.
-
-    Raises:
-        DamagedEventError: If an event is not what rematic writes.
     """
-    trail: _Trail | None = None
-    for event in events:
+
+    def __init__(self) -> None:
+        self._trail: _Trail | None = None
+
+    def take(self, event: Event) -> list[Mismatch]:
+        """Takes the next event; returns what in it does not follow from those before it.
+
+        Raises:
+            DamagedEventError: If the event is not what rematic writes.
+        """
         with damage_named(event):
-            trail, found = _followed(trail, event)
-        yield from found
-
-
-def _followed(trail: _Trail | None, event: Event) -> tuple[_Trail | None, list[Mismatch]]:
-    kind = event["event"]
-    if kind == "attach":
-        return None, []  # another process; its own `control` follows
-    if kind == "control":
-        return _Trail(step=event.get("step"), policy=event["policy"]), []
-    if trail is None:
-        return None, []
-    if kind in CHANGES:
-        return trail, list(_change(trail, event))
-    if kind != "step":
-        return trail, []
-    found = list(_step(trail, event))
-    return None if any(mismatch.field == "step" for mismatch in found) else trail, found
+            kind = event["event"]
+            if kind == "attach":
+                self._trail = None  # another process; its own `control` follows
+            elif kind == "control":
+                self._trail = _Trail(step=event.get("step"), policy=event["policy"])
+            elif self._trail is not None and kind in CHANGES:
+                return list(_change(self._trail, event))
+            elif self._trail is not None and kind == "step":
+                found = list(_step(self._trail, event))
+                if any(mismatch.field == "step" for mismatch in found):
+                    self._trail = None
+                return found
+        return []
 
 
 def _change(trail: _Trail, event: Event) -> Iterator[Mismatch]:

@@ -123,36 +123,50 @@ class _Replay:
         )
 
 
+class Replay:
+    """Decides every step of a journal again, event by event.
+
+    Steps before the first `control` event, of an older version of rematic, are left out; so are
+    those between missing steps and the next `control` event, whose state nobody knows.
+    """
+
+    def __init__(self) -> None:
+        self._now: _Replay | None = None
+
+    def take(self, event: Event) -> ReplayedStep | None:
+        """Takes the next event; returns the step that it is, decided again, if it can be.
+
+        Raises:
+            DamagedEventError: If the event is not what rematic writes.
+        """
+        with damage_named(event):
+            kind = event["event"]
+            if kind == "attach":
+                self._now = None  # another process; its own `control` follows
+            elif kind == "control":
+                self._now = _begun(event)
+            elif self._now is not None:
+                if kind == "step" and self._now.next_step not in (None, event["step"]):
+                    self._now = None
+                    return None
+                return self._now.take(event)
+        return None
+
+
 def replay(events: Iterable[Event]) -> Iterator[ReplayedStep]:
-    """Yields every step of a journal, decided again.
+    """Yields every step of a journal that `Replay` can decide again.
 
     Args:
-        events: The events in the order in which they were written. Steps before the first
-            `control` event, of an older version of rematic, are left out; so are those between
-            missing steps and the next `control` event, whose state nobody knows.
+        events: The events in the order in which they were written.
 
     Raises:
         DamagedEventError: If an event is not what rematic writes.
     """
-    now: _Replay | None = None
+    again = Replay()
     for event in events:
-        with damage_named(event):
-            now, step = _taken(now, event)
+        step = again.take(event)
         if step is not None:
             yield step
-
-
-def _taken(now: _Replay | None, event: Event) -> tuple[_Replay | None, ReplayedStep | None]:
-    kind = event["event"]
-    if kind == "attach":
-        return None, None  # another process; its own `control` follows
-    if kind == "control":
-        return _begun(event), None
-    if now is None:
-        return None, None
-    if kind == "step" and now.next_step not in (None, event["step"]):
-        return None, None
-    return now, now.take(event)
 
 
 def _begun(event: Event) -> _Replay:

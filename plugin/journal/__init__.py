@@ -4,6 +4,7 @@ from rematic.journal.events import FILE_NAME as FILE_NAME
 from rematic.journal.events import SCHEMA_VERSION as SCHEMA_VERSION
 from rematic.journal.events import EventSink as EventSink
 from rematic.journal.events import JournalError as JournalError
+from rematic.journal.parts import missing_parts as missing_parts
 from rematic.journal.reader import find_journal as find_journal
 from rematic.journal.reader import read_journal as read_journal
 from rematic.journal.report import format_report as format_report

@@ -7,6 +7,7 @@ two names for one file, which readers count once and the next writer finishes.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from pathlib import Path
@@ -14,13 +15,27 @@ from pathlib import Path
 
 def closed_parts(path: Path) -> list[Path]:
     """Returns the closed parts of a journal, oldest first."""
+    return [part for _, part in sorted(_numbered(path).items())]
+
+
+def missing_parts(path: Path) -> list[Path]:
+    """Returns the closed parts that a journal must have had and that are gone, oldest first."""
+    numbered = _numbered(path)
+    last = max(numbered, default=0)
+    return [_closed(path, number) for number in range(1, last) if number not in numbered]
+
+
+def _numbered(path: Path) -> dict[int, Path]:
     pattern = re.compile(rf"{re.escape(path.stem)}\.(\d{{4,}}){re.escape(path.suffix)}")
-    found = [
-        (int(match[1]), part)
-        for part in path.parent.glob(f"{path.stem}.*{path.suffix}")
-        if (match := pattern.fullmatch(part.name))
-    ]
-    return [part for _, part in sorted(found) if not _is_same(part, path)]
+    return {
+        int(match[1]): part
+        for part in path.parent.glob(f"{glob.escape(path.stem)}.*{path.suffix}")
+        if (match := pattern.fullmatch(part.name)) and not _is_same(part, path)
+    }
+
+
+def _closed(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
 
 
 def close_part(path: Path) -> bool:
@@ -29,9 +44,7 @@ def close_part(path: Path) -> bool:
     Returns:
         Whether that could be done; a file system without hard links cannot.
     """
-    parts = closed_parts(path)
-    number = 1 + (int(parts[-1].name.split(".")[-2]) if parts else 0)
-    closed = path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
+    closed = _closed(path, 1 + max(_numbered(path), default=0))
     try:
         if not (closed.exists() and _is_same(closed, path)):
             os.link(path, closed)
@@ -43,7 +56,7 @@ def close_part(path: Path) -> bool:
 
 def finish_closing(path: Path) -> None:
     """Finishes what a process that died while closing a part has left."""
-    for part in path.parent.glob(f"{path.stem}.*{path.suffix}"):
+    for part in path.parent.glob(f"{glob.escape(path.stem)}.*{path.suffix}"):
         if part != path and path.exists() and _is_same(part, path):
             _replace_by_empty(path)
             return

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from rematic.journal.events import FILE_NAME, HEADER_FIELDS, SCHEMA_VERSION, JournalError
 from rematic.journal.parts import closed_parts
@@ -42,11 +44,20 @@ def read_journal(path: str | Path) -> Iterator[dict[str, object]]:
     Raises:
         JournalError: A line is damaged, or has a schema that this version does not read.
     """
-    for part in (*closed_parts(Path(path)), path):
-        with open(part, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n"):
-                    yield parse_line(line, where=f"{part}, line {number}")
+    # opened first: a writer may close it while its parts are read, and it is a part itself then
+    with open(path, "rb") as last:
+        now = os.fstat(last.fileno())
+        for part in closed_parts(Path(path)):
+            with open(part, "rb") as file:
+                if not os.path.samestat(now, os.fstat(file.fileno())):
+                    yield from _events(file, part)
+        yield from _events(last, Path(path))
+
+
+def _events(file: BinaryIO, path: Path) -> Iterator[dict[str, object]]:
+    for number, line in enumerate(file, start=1):
+        if line.endswith(b"\n"):
+            yield parse_line(line, where=f"{path}, line {number}")
 
 
 def parse_line(line: bytes, *, where: str) -> dict[str, object]:

@@ -119,6 +119,14 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     return tally.summary()
 
 
+_READ = (
+    *("step", "policy", "plan", "length", "tokens", "seconds"),
+    *("peak_bytes", "predicted_peak_bytes", "budget_bytes", "evictions", "evicted_bytes"),
+    *("op_retries", "unit_retries", "step_retries", "replays"),
+)
+"""What is read of a step; the rest of it is not kept, since a long run has many."""
+
+
 @dataclass
 class _Tally:
     """What has been read so far."""
@@ -138,7 +146,7 @@ class _Tally:
         if kind == "run_start":
             self._begin(event)
         elif kind == "step":
-            self.steps.append(event)
+            self.steps.append({name: event[name] for name in _READ if name in event})
         elif kind == "stop" and event.get("batch", ...) is not None:  # else between two steps
             self.given_up.append(event)
         elif kind == "notice":

@@ -17,7 +17,8 @@ import torch
 import rematic
 from rematic.cli import main
 from rematic.cli.exit_codes import DONE, FAILED, USER_ERROR
-from rematic.journal import FILE_NAME, JournalWriter
+from rematic.cli.explain_command import _Search
+from rematic.journal import FILE_NAME, JournalWriter, read_journal
 from rematic.operator_requests import FILE_NAME as REQUESTS_NAME
 from rematic.operator_requests import append_request
 from rematic.recipes import GoalsConfig, Recipe
@@ -162,6 +163,38 @@ def test_steps_behind_missing_ones_are_not_explained(
     said = capsys.readouterr().out
     assert "2 steps could not be audited" in said
     assert "step 2, step: the journal says 2, the figures lead to 1" in said
+
+
+def test_parts_that_are_gone_are_told_of(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.steps(2)
+    (job.folder / "journal.0003.jsonl").touch()
+    for command in ("status", "report", "explain", "audit"):
+        main([command, str(job.folder)])
+        said = capsys.readouterr()
+        assert "lacks its parts journal.0001.jsonl, journal.0002.jsonl: what is" in said.err
+        assert said.out
+
+
+def test_a_step_that_was_trained_twice_is_explained_as_it_was_last(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = []
+    with JournalWriter(tmp_path / FILE_NAME) as journal:
+        for policy in ("keep", "recompute"):
+            model = make_model()
+            session = rematic.attach(model, policy=policy, probe=PaperProbe(), journal=journal)
+            if states:
+                session.load_state_dict({**states[0], "history": session.state_dict()["history"]})
+            for _ in range(3):
+                session.run(lambda x, model=model: model(x).backward(), make_input())
+                states.append(session.state_dict())
+            session.detach()
+    events = list(read_journal(tmp_path / FILE_NAME))
+    assert [e["step"] for e in events if e["event"] == "step"] == [0, 1, 2, 1, 2, 3]
+    for number, policy in ((0, "keep"), (2, "recompute"), (None, "recompute")):
+        search = _Search(number)
+        for event in events:
+            search.take(event)
+        assert search.found().event["policy"] == policy
+        assert search.found().event["step"] == (3 if number is None else number)
 
 
 @pytest.mark.parametrize("command", ["status", "explain", "audit", "unpin"])

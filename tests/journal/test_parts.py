@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rematic.journal import JournalTail, JournalWriter, find_journal, read_journal
-from rematic.journal.parts import close_part, closed_parts
+from rematic.journal.parts import close_part, closed_parts, missing_parts
 
 
 def write(path: Path, numbers: range, *, part_bytes: int = 200) -> None:
@@ -33,6 +33,34 @@ def test_parts_are_closed_and_read_in_order(tmp_path: Path) -> None:
     assert steps(path) == list(range(60))
     assert find_journal(tmp_path) == path
     assert steps(parts[0]) == [0, 1, 2, 3], "one part by itself"
+
+
+def test_parts_that_are_gone_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, range(40))
+    assert missing_parts(path) == []
+    gone = [part for part in closed_parts(path) if part.name[8:12] in ("0001", "0004")]
+    for part in gone:
+        part.unlink()
+    assert missing_parts(path) == gone
+    assert steps(path) == [*range(4, 12), *range(16, 40)]
+
+
+def test_a_name_with_brackets_has_parts_too(tmp_path: Path) -> None:
+    path = tmp_path / "run[1].jsonl"
+    write(path, range(40))
+    assert steps(path) == list(range(40))
+
+
+def test_a_part_that_is_closed_while_others_are_read_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    write(path, range(8))
+    events = read_journal(path)
+    read = [next(events)["step"]]
+    write(path, range(8, 20))
+    read += [event["step"] for event in events]
+    assert read[:8] == list(range(8)), "what was there when reading began, and no step twice"
+    assert read == sorted(set(read))
 
 
 def test_other_files_are_no_parts(tmp_path: Path) -> None:
