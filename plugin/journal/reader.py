@@ -72,7 +72,7 @@ def parse_line(line: bytes, *, where: str) -> dict[str, object]:
     """
     try:
         event = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JournalError(
             f"{where} is not JSON ({error}); expected one event per line, as rematic writes them: "
             "restore the file, or cut it before this line"
@@ -83,6 +83,11 @@ def parse_line(line: bytes, *, where: str) -> dict[str, object]:
         raise JournalError(
             f"{where} has schema {event['schema']!r}; this version of rematic reads schema "
             f"{SCHEMA_VERSION}: read it with the version that wrote it"
+        )
+    if not isinstance(event["event"], str) or not isinstance(event["time"], (int, float)):
+        raise JournalError(
+            f"{where} is not an event: expected a kind as a word and seconds as a number, got "
+            f"{event['event']!r} and {event['time']!r}"
         )
     return event
 

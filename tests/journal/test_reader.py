@@ -15,15 +15,26 @@ GOOD = b'{"schema":1,"time":1.0,"event":"step"}\n'
         (GOOD + b"\n" + GOOD, "line 2 is not JSON"),
         (GOOD + b'{"schema":1\n' + GOOD, "restore the file, or cut it before this line"),
         (b"\xff\xfe\n", "line 1 is not JSON"),
+        (b"[" * 100_000 + b"\n", "line 1 is not JSON (maximum recursion depth exceeded"),
         (b"[1]\n", "line 1 is not an event: expected an object with schema, time, event"),
         (b'{"schema":1,"event":"x"}\n', "line 1 is not an event"),
+        (GOOD.replace(b'"step"', b"[1]"), "expected a kind as a word and seconds as a number, got"),
         (
             GOOD + GOOD.replace(b"1", b"2", 1),
             "line 2 has schema 2; this version of rematic reads schema 1: "
             "read it with the version that wrote it",
         ),
     ],
-    ids=["empty line", "torn inside", "binary", "list", "no time", "other schema"],
+    ids=[
+        "empty line",
+        "torn inside",
+        "binary",
+        "nested",
+        "list",
+        "no time",
+        "no word",
+        "other schema",
+    ],
 )
 def test_refuses_damage_with_its_place(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "journal.jsonl"
