@@ -14,7 +14,7 @@ from rematic.activations import Engine, Notice
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.budget import refuse_too_small, resolve_budget
 from rematic.control import ControlRules, Goals, Pace
-from rematic.journal import EventSink
+from rematic.journal import EventSink, SteadyJournal
 from rematic.memory import MemorySnapshot, Probe, make_probe, process_overhead_bytes
 from rematic.model_planner import ModelPlanner
 from rematic.operator_requests import FILE_NAME as REQUESTS_NAME
@@ -130,7 +130,7 @@ def attach(
                 reserve=chosen.memory.reserve,
                 op_retry=chosen.policy.op_retry,
                 batch_shape=batch_shape,
-                journal=journal or _NoJournal(),
+                journal=SteadyJournal(journal or _NoJournal()),
                 allow_lossy=chosen.policy.allow_lossy or wanted.is_lossy,
                 attempts=chosen.control.attempts,
                 allow_split=chosen.control.allow_split,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rematic.batch_shape import BatchShape
-from rematic.journal import EventSink
+from rematic.journal import SteadyJournal
 from rematic.supervisor import Supervision
 
 
@@ -27,7 +27,7 @@ class SessionSettings:
     batch_shape: Callable[[object], BatchShape]
     """Reads the shape of a batch."""
 
-    journal: EventSink
+    journal: SteadyJournal
     """Takes the decisions."""
 
     allow_lossy: bool = False

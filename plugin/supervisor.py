@@ -89,6 +89,7 @@ class Supervisor:
         self._advised = False
         self._stop_because: str | None = None
         self._is_polling = False
+        self._num_gaps = 0
         self._limit_bytes: int | None = None
 
     def before_step(self) -> None:
@@ -99,7 +100,9 @@ class Supervisor:
         """
         if self._stop_because is not None:
             self._stop(self._stop_because)
-        if self._rules is None:
+        num_gaps = self._session.settings.journal.num_gaps
+        if self._rules is None or num_gaps != self._num_gaps:  # an audit goes on from here
+            self._num_gaps = num_gaps
             self._begin()
         self._comparison = {}  # of a step that was given up
 

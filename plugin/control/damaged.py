@@ -1,4 +1,4 @@
-"""Names the event of a journal that cannot be read."""
+"""Names the event of a journal that cannot be read, and knows where others are missing."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ def damage_named(event: Mapping[str, Any]) -> Iterator[None]:
             f"({type(error).__name__}: {error}): expected what rematic writes, of the version that "
             "reads it. Restore the journal, or read the rest by `rematic report`."
         ) from error
+
+
+def ends_what_is_known(event: Mapping[str, Any]) -> bool:
+    """Returns whether nothing follows from the events before until the next `control`.
+
+    Another process begins, or its journal says that it lacks some.
+    """
+    return event["event"] == "attach" or (
+        event["event"] == "notice" and event.get("kind") == "journal"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rematic.control.damaged import damage_named
+from rematic.control.damaged import damage_named, ends_what_is_known
 
 Event = Mapping[str, Any]
 
@@ -55,8 +55,8 @@ class PolicyTrail:
         """
         with damage_named(event):
             kind = event["event"]
-            if kind == "attach":
-                self._trail = None  # another process; its own `control` follows
+            if ends_what_is_known(event):
+                self._trail = None
             elif kind == "control":
                 self._trail = _Trail(step=event.get("step"), policy=event["policy"])
             elif self._trail is not None and kind in CHANGES:

@@ -18,7 +18,7 @@ from rematic.control.controller_plain import (
     rules_from_plain,
 )
 from rematic.control.controller_state import ControllerState, Decision, is_news
-from rematic.control.damaged import damage_named
+from rematic.control.damaged import damage_named, ends_what_is_known
 from rematic.control.goals import ControlRules
 from rematic.control.observation import observe
 from rematic.control.plain import costs_from_plain, outcome_from_plain
@@ -127,7 +127,7 @@ class Replay:
     """Decides every step of a journal again, event by event.
 
     Steps before the first `control` event, of an older version of rematic, are left out; so are
-    those between missing steps and the next `control` event, whose state nobody knows.
+    those between missing events and the next `control` event, whose state nobody knows.
     """
 
     def __init__(self) -> None:
@@ -141,8 +141,8 @@ class Replay:
         """
         with damage_named(event):
             kind = event["event"]
-            if kind == "attach":
-                self._now = None  # another process; its own `control` follows
+            if ends_what_is_known(event):
+                self._now = None
             elif kind == "control":
                 self._now = _begun(event)
             elif self._now is not None:

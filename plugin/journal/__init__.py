@@ -9,6 +9,7 @@ from rematic.journal.reader import find_journal as find_journal
 from rematic.journal.reader import read_journal as read_journal
 from rematic.journal.report import format_report as format_report
 from rematic.journal.report import format_summary as format_summary
+from rematic.journal.steady import SteadyJournal as SteadyJournal
 from rematic.journal.summary import PlanSummary as PlanSummary
 from rematic.journal.summary import RunSummary as RunSummary
 from rematic.journal.summary import describe_plan as describe_plan

@@ -123,8 +123,8 @@ class JournalWriter:
         if not close_part(self.path):
             self._part_bytes *= 2  # no hard links here: the file goes on
             return
-        self._file.close()
-        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # closed by close()
+        before, self._file = self._file, open(self.path, "a+b", buffering=0)  # noqa: SIM115
+        before.close()
 
     def _repair_tail(self) -> None:
         """Drops a line that an earlier process could not finish, so that no line is torn inside."""
