@@ -327,12 +327,12 @@ class Session:
             ValueError: If it is damaged.
         """
         saved = read_saved_session(state, units=list(self._engine.classes))
+        self._policies.take_up(saved.history)  # first: a rule may match nothing
         if saved.controller is not None:
             self.supervisor.take_up(saved.controller)
         if self._model_planner is not None:
             self._model_planner.take_up(saved.kinds)
         self._costs, self.num_steps = saved.costs, saved.num_steps
-        self._policies.take_up(saved.history)
 
     def detach(self) -> None:
         """Restores the model and the optimizers as they were; safe to call twice."""

@@ -11,6 +11,7 @@ from rematic.control import ControllerState, Costs, History
 from rematic.cost.live_profile import StepKind
 from rematic.kind_plans import KindPlans
 from rematic.kind_plans_plain import kinds_from_plain, kinds_to_plain
+from rematic.typed_values import untyped
 
 STATE_VERSION = 1
 """Version of what is saved."""
@@ -68,12 +69,16 @@ def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> Sav
         ForeignStateError: If the state is of another version or another model.
         ValueError: If it is damaged.
     """
-    version, saved = state.get("version"), list(state.get("units", []))
+    if not isinstance(state, Mapping):
+        raise _damaged(f"it is {type(state).__name__}")
+    version, saved = state.get("version"), state.get("units")
     if version != STATE_VERSION:
         raise ForeignStateError(
             f"the saved state has version {version!r}: expected {STATE_VERSION}. Resume with "
             "the version of rematic that wrote it, or start without its state."
         )
+    if not isinstance(saved, list):
+        raise _damaged(f"its units are {saved!r}")
     if saved != list(units):
         raise ForeignStateError(
             f"the saved state is of another model: it has {len(saved)} units "
@@ -81,20 +86,34 @@ def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> Sav
             "the model that was saved, or start without its state."
         )
     try:
-        controller = state.get("control")
-        return SavedSession(
-            units=tuple(saved),
-            num_steps=int(state["num_steps"]),
-            history=control.history_from_plain(state["history"]),
-            costs=control.costs_from_plain(state["costs"]),
-            controller=None if controller is None else control.controller_from_plain(controller),
-            kinds=kinds_from_plain(state.get("planner", ())),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"the saved state is damaged ({type(error).__name__}: {error}): expected what "
-            "`state_dict` returned. Resume from another checkpoint, or start without its state."
-        ) from error
+        read = _read(state)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _damaged(f"{type(error).__name__}: {error}") from error
+    fault = untyped(read, SavedSession, where="state")
+    if fault is None and not read.history.entries:
+        fault = "state.history.entries is empty"
+    if fault is not None:
+        raise _damaged(fault)
+    return read
+
+
+def _read(state: Mapping[str, Any]) -> SavedSession:
+    controller = state.get("control")
+    return SavedSession(
+        units=tuple(state["units"]),
+        num_steps=state["num_steps"],
+        history=control.history_from_plain(state["history"]),
+        costs=control.costs_from_plain(state["costs"]),
+        controller=None if controller is None else control.controller_from_plain(controller),
+        kinds=kinds_from_plain(state.get("planner", ())),
+    )
+
+
+def _damaged(why: str) -> ValueError:
+    return ValueError(
+        f"the saved state is damaged ({why}): expected what `state_dict` returned. Resume from "
+        "another checkpoint, or start without its state."
+    )
 
 
 def _span(names: Sequence[str]) -> str:

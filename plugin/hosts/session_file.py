@@ -25,7 +25,9 @@ def write_session(session: Session, folder: Path) -> Path:
     """
     path = folder / FILE_NAME
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(session.state_dict(), indent=1), "utf-8")
+    unfinished = path.with_name(f"{FILE_NAME}.unfinished")
+    unfinished.write_text(json.dumps(session.state_dict(), indent=1), "utf-8")
+    unfinished.replace(path)  # whoever is killed here leaves the old file whole
     return path
 
 
@@ -44,7 +46,7 @@ def read_session(session: Session, folder: Path) -> bool:
         return False
     try:
         state = json.loads(path.read_text("utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged ({error}): expected the file that was saved. Resume from another "
             "checkpoint, or remove the file to start without it."
