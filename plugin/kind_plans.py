@@ -107,6 +107,9 @@ class KindPlans:
     highest_bytes: int = 0
     """The highest peak among them."""
 
+    most_hole_bytes: int = 0
+    """The most that the allocator held in pieces before one of them."""
+
     num_losses: int = 0
     """Steps that were not armed and ran out of memory."""
 
@@ -126,25 +129,35 @@ class KindPlans:
         agrees = any(abs(share) <= AGREEING_SHARE for share in self.errors.shares)
         return self.num_watched < MAX_WATCHED and not agrees
 
-    @property
-    def proven_bytes(self) -> int | None:
-        """Bytes in use that steps have had without running out; None while too few have."""
-        return self.highest_bytes if self.num_proofs >= MIN_PROOFS else None
+    def proven_bytes(self, hole_bytes: int | None) -> int | None:
+        """Returns the bytes in use that steps have had without running out.
 
-    def prove(self, peak_bytes: int, *, failed: bool) -> None:
+        Args:
+            hole_bytes: What the allocator holds in pieces, where hardly anything large fits; None
+                if it cannot tell.
+
+        Returns:
+            Bytes; None while too few steps have shown it, or none with memory as broken up.
+        """
+        is_known = self.num_proofs >= MIN_PROOFS and (hole_bytes or 0) <= self.most_hole_bytes
+        return self.highest_bytes if is_known else None
+
+    def prove(self, peak_bytes: int, *, hole_bytes: int | None, failed: bool) -> None:
         """Takes note of whether an armed step ran out of memory.
 
         Args:
             peak_bytes: The highest bytes in use that were read.
+            hole_bytes: What the allocator held in pieces before it; None if it cannot tell.
             failed: Whether an allocation failed: then everything is to be proven anew.
         """
         self.num_proofs = 0 if failed else self.num_proofs + 1
         self.highest_bytes = 0 if failed else max(self.highest_bytes, peak_bytes)
+        self.most_hole_bytes = 0 if failed else max(self.most_hole_bytes, hole_bytes or 0)
 
     def note_loss(self) -> None:
         """Takes note that a step that was not armed ran out of memory."""
         self.num_losses += 1
-        self.prove(0, failed=True)
+        self.prove(0, hole_bytes=0, failed=True)
 
     @property
     def unarmed_share(self) -> float:

@@ -191,7 +191,11 @@ class ModelPlanner:
         if asked.proposal is not None:
             plans.num_watched += watched
             if record.armed:
-                plans.prove(peak, failed=record.op_retries + record.unit_retries > 0)
+                plans.prove(
+                    peak,
+                    hole_bytes=record.before.inactive_split_bytes,
+                    failed=record.op_retries + record.unit_retries > 0,
+                )
             if outcome.missing_bytes:  # it would have passed the limit by so much
                 peak = max(peak, (decision.limit_bytes or 0) + outcome.missing_bytes)
             plans.learn_peak(
@@ -290,10 +294,11 @@ class ModelPlanner:
         decision, request = question.decision, question.request
         reserve = plans.errors.reserve_share
         room = int(control.room_bytes(decision, request) / (1 + reserve))
-        if request.repeatable and plans.proven_bytes is not None:  # less than that, and not armed
+        proven_bytes = plans.proven_bytes(request.hole_bytes) if request.repeatable else None
+        if proven_bytes is not None:  # less than that, and not armed
             assert request.in_use_bytes is not None
-            proven = int((plans.proven_bytes - request.in_use_bytes) / (1 + plans.unarmed_share))
-            room = min(room, proven)
+            proven_room = (proven_bytes - request.in_use_bytes) / (1 + plans.unarmed_share)
+            room = min(room, int(proven_room))
         try:
             proposal = plans.propose(
                 question.shape,
@@ -312,7 +317,7 @@ class ModelPlanner:
             proposal,
             reserve_share=reserve,
             watched=plans.is_watched,
-            proven_bytes=plans.proven_bytes,
+            proven_bytes=proven_bytes,
         )
         return replace(question, decision=adopted, proposal=proposal)
 

@@ -60,7 +60,11 @@ class SessionStep:
         shape = with_room(lambda: session.settings.batch_shape(batch), self.ledger)
         before = session.probe.snapshot()
         repeatable = repeatable and num_ranks() == 1 and session.settings.attempts > 1
-        asked = replace(self._request(shape, before.allocated_bytes), repeatable=repeatable)
+        asked = replace(
+            self._request(shape, before.allocated_bytes),
+            repeatable=repeatable,
+            hole_bytes=before.inactive_split_bytes,
+        )
         session._asked = asked
         decision = control.plan_step(session.costs, asked)
         if session._model_planner is not None:

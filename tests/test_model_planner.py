@@ -415,14 +415,29 @@ def test_steps_are_watched_until_one_is_told(shares: tuple[float, ...], watched:
 def test_a_failure_takes_away_what_was_proven() -> None:
     plans = KindPlans()
     for peak in (300, 200):
-        assert plans.proven_bytes is None
-        plans.prove(peak, failed=False)
-    assert plans.proven_bytes == 300
-    plans.prove(250, failed=True)
-    assert plans.proven_bytes is None
+        assert plans.proven_bytes(None) is None
+        plans.prove(peak, hole_bytes=None, failed=False)
+    assert plans.proven_bytes(None) == 300
+    plans.prove(250, hole_bytes=None, failed=True)
+    assert plans.proven_bytes(None) is None
     for _ in range(2):
-        plans.prove(150, failed=False)
-    assert plans.proven_bytes == 150
+        plans.prove(150, hole_bytes=None, failed=False)
+    assert plans.proven_bytes(None) == 150
+
+
+def test_nothing_is_proven_of_memory_that_is_more_broken_up_than_it_was() -> None:
+    """In a run, 384 MB in use and 43 MB in pieces failed where 407 MB had worked with 35 MB."""
+    plans = KindPlans()
+    for holes in (28, 35):
+        plans.prove(407, hole_bytes=holes, failed=False)
+    assert plans.proven_bytes(35) == 407
+    assert plans.proven_bytes(43) is None
+    plans.prove(390, hole_bytes=43, failed=False)
+    assert plans.proven_bytes(43) == 407
+    plans.prove(390, hole_bytes=43, failed=True)
+    for _ in range(2):
+        plans.prove(300, hole_bytes=10, failed=False)
+    assert plans.proven_bytes(28) is None
 
 
 def test_an_unarmed_step_that_ran_out_is_noted_and_the_next_ones_stay_further_below(
@@ -434,7 +449,7 @@ def test_an_unarmed_step_that_ran_out_is_noted_and_the_next_ones_stay_further_be
     assert training.session._model_planner is not None
     (plans,) = training.session._model_planner.kinds.values()
     assert plans.unarmed_share == 0.02
-    assert plans.proven_bytes is not None
+    assert plans.proven_bytes(0) is not None
     attempts = []
 
     def runs_out_once(ids: torch.Tensor) -> torch.Tensor:
@@ -450,7 +465,7 @@ def test_an_unarmed_step_that_ran_out_is_noted_and_the_next_ones_stay_further_be
     training.train([64])
     assert attempts == [False, True]
     assert plans.unarmed_share == 0.04
-    assert plans.proven_bytes is None
+    assert plans.proven_bytes(0) is None
 
 
 def test_a_step_that_is_opened_again_without_a_failure_takes_nothing_away(
@@ -463,13 +478,13 @@ def test_a_step_that_is_opened_again_without_a_failure_takes_nothing_away(
     assert session is not None
     assert session._model_planner is not None
     (plans,) = session._model_planner.kinds.values()
-    proven = plans.proven_bytes
+    proven = plans.proven_bytes(0)
     assert proven is not None
     session.begin_step(torch.zeros(1, 64, dtype=torch.long), repeatable=True)
     assert session._step is not None
     assert not session._step.armed
     SessionStep(session).reopen(None)
-    assert (plans.unarmed_share, plans.proven_bytes) == (0.02, proven)
+    assert (plans.unarmed_share, plans.proven_bytes(0)) == (0.02, proven)
     session.abort_step(None)
 
 

@@ -77,7 +77,7 @@ def adopt(
     peak = request.in_use_bytes + proposal.peak_bytes
     budget = request.budget_bytes or 0
     is_near = peak > RISKY_SHARE * budget
-    if request.repeatable and proven_bytes is not None and peak <= proven_bytes:
+    if proven_bytes is not None and peak <= proven_bytes:
         is_near = False
     actions = proposal.plan.counts()
     return replace(

@@ -125,6 +125,9 @@ class StepRequest:
     repeatable: bool = False
     """Whether the step can run again as a whole, should memory run out in it."""
 
+    hole_bytes: int | None = None
+    """Bytes that the allocator holds in pieces before the step; None if the probe cannot tell."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepDecision:
