@@ -72,7 +72,8 @@ def decide(
     sample = sample_of(seen, num_failures=failures)
     trial = state.trial
     samples = state.samples
-    if risk.verdict != "spill" and not seen.ran_otherwise:  # what is paged out is no baseline
+    # neither what was paged out is a baseline, nor what ran under another plan than the policy's
+    if not (seen.num_step_retries or seen.is_previous or risk.verdict == "spill"):
         samples = with_sample(samples, seen.policy, sample)
     retries = failures
     if risk_state.retry_streak:  # the allocator's count has risen in this step

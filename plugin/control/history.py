@@ -55,11 +55,11 @@ def rolled_back(history: History, *, steps: int) -> History:
         ValueError: If there are not so many switches, or the policy is pinned.
     """
     available = len(history.entries) - 1
-    if not 1 <= steps <= available:
+    if type(steps) is not int or not 1 <= steps <= available:
         expected = f"expected a number from 1 to {available}, the switches so far"
         if not available:
             expected = f"there were none, {history.current.name!r} is the first policy"
-        raise ValueError(f"cannot roll back {steps} switches: {expected}.")
+        raise ValueError(f"cannot roll back {steps!r} switches: {expected}.")
     _refuse_if_pinned(history, f"roll back {steps} switches")
     return replace(history, entries=history.entries[:-steps])
 

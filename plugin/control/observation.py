@@ -89,15 +89,9 @@ class Observation(NamedTuple):
     keep_seconds: float | None = None
     """What the planner expects forward and backward to take with everything kept."""
 
-    @property
-    def is_previous(self) -> bool:
-        """Whether it stands for the step that it was run under the previous policy."""
-        return self.comparison == "first run stands"
-
-    @property
-    def ran_otherwise(self) -> bool:
-        """Whether its bytes and seconds are those of another plan than the policy's."""
-        return self.num_step_retries > 0 or self.comparison == "first run stands"
+    is_previous: bool = False
+    """Whether only its run under the previous policy counts: what it took says nothing of this one,
+    and is left out."""
 
     @property
     def demand_bytes(self) -> int | None:
@@ -116,7 +110,8 @@ def observe(event: Mapping[str, Any]) -> Observation:
     budget = event.get("budget_bytes")
     limit = budget if capacity is None or (budget is not None and budget <= capacity) else capacity
     step_retries = event.get("step_retries", 0)
-    comparison = (event.get("comparison") or {}).get("outcome")
+    said = event.get("comparison")
+    comparison = None if said is None else said["outcome"]
     is_previous = comparison == "first run stands"
     return Observation(
         step=event["step"],
@@ -129,7 +124,9 @@ def observe(event: Mapping[str, Any]) -> Observation:
         limit_bytes=limit,
         peak_bytes=None if is_previous else event.get("peak_bytes"),
         evicted_bytes=0 if is_previous else event.get("evicted_bytes", 0),
-        num_failures=0 if is_previous else _failures(event) + step_retries,
+        num_failures=0
+        if is_previous
+        else event.get("op_retries", 0) + event.get("unit_retries", 0) + step_retries,
         num_step_retries=0 if is_previous else step_retries,
         in_use_bytes=after.get("allocated_bytes"),
         reserved_bytes=after.get("reserved_bytes"),
@@ -142,9 +139,5 @@ def observe(event: Mapping[str, Any]) -> Observation:
         predicted_peak_bytes=event.get("predicted_peak_bytes"),
         keep_seconds=event.get("keep_seconds"),
         comparison=comparison,
+        is_previous=is_previous,
     )
-
-
-def _failures(event: Mapping[str, Any]) -> int:
-    failed: int = event.get("op_retries", 0) + event.get("unit_retries", 0)
-    return failed

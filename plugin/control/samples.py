@@ -44,7 +44,7 @@ Samples = Mapping[tuple[str, int], tuple[Sample, ...]]
 def sample_of(seen: Observation, *, num_failures: int) -> Sample:
     """Returns what is remembered of a step."""
     limit, peak, demand = seen.limit_bytes, seen.peak_bytes, seen.demand_bytes
-    if seen.ran_otherwise:
+    if seen.num_step_retries:  # these are of the last run, which had another plan
         peak = demand = None
     headroom = None if not limit or peak is None else (limit - peak) / limit
     return Sample(

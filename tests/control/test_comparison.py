@@ -72,7 +72,11 @@ def test_a_run_under_the_policy_before_says_nothing_of_the_one_on_probation() ->
     state, decision = decide(
         world.state,
         world.observe()._replace(
-            comparison="first run stands", num_ooms=5, peak_bytes=None, seconds=1e9
+            comparison="first run stands",
+            is_previous=True,
+            num_ooms=5,
+            peak_bytes=None,
+            seconds=1e9,
         ),
         world.rules,
     )

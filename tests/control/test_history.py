@@ -40,6 +40,9 @@ REFUSED: dict[str, tuple[Callable[[], History], str]] = {
         r"^cannot roll back 3 switches: expected a number from 1 to 2, the switches so far\.$",
     ),
     "zero": (lambda: rolled_back(THREE, steps=0), r"^cannot roll back 0 switches: "),
+    "no number": (lambda: rolled_back(THREE, steps="2"), r"^cannot roll back '2' switches: "),  # type: ignore[arg-type]
+    "half of one": (lambda: rolled_back(THREE, steps=1.0), r"^cannot roll back 1\.0 switches: "),  # type: ignore[arg-type]
+    "a truth": (lambda: rolled_back(THREE, steps=True), r"^cannot roll back True switches: "),
     "negative": (lambda: rolled_back(THREE, steps=-1), r"^cannot roll back -1 switches: "),
     "switch while pinned": (
         lambda: switched(pinned(TWO, KEEP, step=4, reason=""), RECOMPUTE, step=4, reason=""),
