@@ -60,6 +60,22 @@ def test_a_run_leaves_all_that_explains_it(tmp_path: Path) -> None:
     assert "rematic" in torch.load(run / "last.ckpt", weights_only=True)
 
 
+def test_the_journal_holds_neither_documents_nor_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, secret = "a quick brown fox ", "hf_of_somebody"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    (tmp_path / "fox.txt").write_text(words * 4)
+    summary = train(tiny("data.source=fox.txt"), show_progress=False)
+    assert summary.steps == 1
+    journal = tmp_path / "runs" / "tiny-cpu" / "journal.jsonl"
+    text = journal.read_text()
+    assert words not in text
+    assert secret not in text
+    ids = load_data(tiny("data.source=fox.txt")).loader.examples[0].ids[2:8]
+    assert ",".join(map(str, ids)) not in text
+
+
 def test_trains_like_a_plain_loop(tmp_path: Path) -> None:
     recipe = tiny("model.config.attention_dropout=0.0")
     train(recipe, show_progress=False)
