@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
 
@@ -11,21 +11,35 @@ class DamagedEventError(ValueError):
     """An event that lacks what decisions are made from, or holds something else in its place."""
 
 
-@contextlib.contextmanager
-def damage_named(event: Mapping[str, Any]) -> Iterator[None]:
-    """Turns what a damaged event brings about into an error that names it.
+class DamageNamed:
+    """While it is entered, what a damaged event brings about becomes an error that names it.
 
-    Raises:
-        DamagedEventError: It is damaged.
+    Args:
+        event: The event that is read meanwhile.
     """
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise DamagedEventError(
-            f"the `{event['event']}` event of step {event.get('step')} is damaged "
-            f"({type(error).__name__}: {error}): expected what rematic writes, of the version that "
-            "reads it. Restore the journal, or read the rest by `rematic report`."
-        ) from error
+
+    def __init__(self, event: Mapping[str, Any]) -> None:
+        self._event = event
+
+    def __enter__(self) -> None:
+        """Begins to watch."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Raises `DamagedEventError` in place of what a damaged event brings about."""
+        if isinstance(error, _BROUGHT_ABOUT):
+            raise DamagedEventError(
+                f"the `{self._event['event']}` event of step {self._event.get('step')} is damaged "
+                f"({type(error).__name__}: {error}): expected what rematic writes, of the version "
+                "that reads it. Restore the journal, or read the rest by `rematic report`."
+            ) from error
+
+
+_BROUGHT_ABOUT = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
 
 
 def ends_what_is_known(event: Mapping[str, Any]) -> bool:

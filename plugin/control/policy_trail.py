@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rematic.control.damaged import damage_named, ends_what_is_known
+from rematic.control.damaged import DamageNamed, ends_what_is_known
 
 Event = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ class PolicyTrail:
         Raises:
             DamagedEventError: If the event is not what rematic writes.
         """
-        with damage_named(event):
+        with DamageNamed(event):
             kind = event["event"]
             if ends_what_is_known(event):
                 self._trail = None

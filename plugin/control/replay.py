@@ -18,7 +18,7 @@ from rematic.control.controller_plain import (
     rules_from_plain,
 )
 from rematic.control.controller_state import ControllerState, Decision, is_news
-from rematic.control.damaged import damage_named, ends_what_is_known
+from rematic.control.damaged import DamageNamed, ends_what_is_known
 from rematic.control.goals import ControlRules
 from rematic.control.observation import observe
 from rematic.control.plain import costs_from_plain, outcome_from_plain
@@ -139,7 +139,7 @@ class Replay:
         Raises:
             DamagedEventError: If the event is not what rematic writes.
         """
-        with damage_named(event):
+        with DamageNamed(event):
             kind = event["event"]
             if ends_what_is_known(event):
                 self._now = None
