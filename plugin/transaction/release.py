@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 
 import torch
@@ -12,7 +13,8 @@ def release_attempt(error: BaseException, *losses: torch.Tensor | None) -> None:
 
     The traceback of an exception keeps the frames it passed through, and these the tensors of the
     step; so do the exceptions it was raised from or while handling. A loss that somebody still
-    holds keeps the whole graph: it is detached in place.
+    holds keeps the whole graph: it is detached in place. After a failed backward the engine itself
+    keeps what it had still to do.
 
     Args:
         error: The exception; it is left without a traceback.
@@ -24,6 +26,19 @@ def release_attempt(error: BaseException, *losses: torch.Tensor | None) -> None:
     for loss in losses:
         if loss is not None and loss.grad_fn is not None and not loss._is_view():
             loss.detach_()
+    _drop_what_backward_had_to_do()
+
+
+def _drop_what_backward_had_to_do() -> None:
+    """Lets the engine of torch 2.13 forget the nodes that were ready when a backward failed.
+
+    They wait in a queue of this thread, with their gradients and all of the graph below them,
+    until another backward finds that nobody wants them any more. This one allocates nothing, so it
+    fails only where a rehearsal fails any op; then they wait as they would without it.
+    """
+    with contextlib.suppress(RuntimeError), torch.enable_grad():
+        leaf = torch.empty(0, requires_grad=True, device="cpu")
+        torch.autograd.grad(leaf.view_as(leaf), leaf, grad_outputs=leaf.detach())
 
 
 def _chain(error: BaseException) -> list[BaseException]:
