@@ -43,6 +43,7 @@ from rematic.recipes import (
 )
 from rematic.session import Session
 from rematic.session_settings import SessionSettings
+from rematic.stash import load_quantization
 from rematic.supervisor import LADDER_NAMES, Supervision
 from rematic.training_tensors import existing_bytes
 
@@ -85,8 +86,8 @@ def attach(
 
     Raises:
         ValueError: If there is no unit, a pattern matches nothing, the model is attached already,
-            the budget does not hold the model, or there is none for a model on the CPU whose
-            policy plans.
+            the budget does not hold the model, there is none for a model on the CPU whose policy
+            plans, or activations may be compressed and bitsandbytes is not installed.
     """
     chosen = _recipe(recipe)
     journal = journal_of_rank(journal)
@@ -99,6 +100,9 @@ def attach(
         overhead_bytes=process_overhead_bytes(existing_bytes(model, optimizers)),
     )
     wanted = policy_named(policy) if policy is not None else policy_of(chosen)
+    may_compress = chosen.policy.allow_lossy or wanted.is_lossy
+    if may_compress:
+        load_quantization()  # not in the first step that needs it, nor under a cap of the heap
     is_tried = wanted.is_lossy and chosen.goals.gradient_tolerance is not None
     first = lossless(wanted) if is_tried else wanted
     supervision = _supervision(chosen, journal, on_escalation)
@@ -131,7 +135,7 @@ def attach(
                 op_retry=chosen.policy.op_retry,
                 batch_shape=batch_shape,
                 journal=SteadyJournal(journal or _NoJournal()),
-                allow_lossy=chosen.policy.allow_lossy or wanted.is_lossy,
+                allow_lossy=may_compress,
                 attempts=chosen.control.attempts,
                 allow_split=chosen.control.allow_split,
                 supervision=supervision,

@@ -17,6 +17,7 @@ from rematic.stash.layout import Span, spans_of
 from rematic.stash.stash import MIN_BYTES, Handle
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_BLOCK_SIZE = 256
 _CHUNK_ELEMENTS = 2**20
 """How much is quantised at a time: what it needs for itself stays below 20 MiB."""
 
@@ -33,6 +34,17 @@ class QuantizationError:
     """Largest difference of one element."""
     num_elements: int
     """Elements compared."""
+
+
+def load_quantization() -> None:
+    """Imports bitsandbytes and lets it make its code, which take some 30 MiB and a second.
+
+    Left to the first tensor that is compressed, they would be taken where memory is short.
+
+    Raises:
+        ValueError: If bitsandbytes is not installed.
+    """
+    _Codec(_bitsandbytes(), _BLOCK_SIZE).encode(torch.ones(_BLOCK_SIZE), measured=True)
 
 
 class CompressStash:
@@ -54,7 +66,7 @@ class CompressStash:
     name = "compress"
     lossy = True
 
-    def __init__(self, *, block_size: int = 256, min_bytes: int = MIN_BYTES) -> None:
+    def __init__(self, *, block_size: int = _BLOCK_SIZE, min_bytes: int = MIN_BYTES) -> None:
         sizes = [2**power for power in range(6, 13)]
         if block_size not in sizes:
             raise ValueError(f"block_size is {block_size}: expected one of {sizes}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -32,8 +35,9 @@ class HeapCap(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts the cap, after whatever needs threads of its own has started them."""
+        """Starts the cap, after what needs threads has started them, and what is imported late."""
         warm_up_threads()
+        _warm_up_saving()
         cap = capped_heap(self._room_bytes())
         try:
             self._cap = cap.__enter__()
@@ -58,3 +62,9 @@ class HeapCap(Callback):
         if self._cap is not None:
             self._cap.__exit__(None, None, None)
         self._cap = None
+
+
+def _warm_up_saving() -> None:
+    """Imports what the first checkpoint would import: under the cap a batch would lack the room."""
+    importlib.import_module("omegaconf")  # by Lightning 2.6
+    torch.save({}, io.BytesIO())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_lossy_policy_is_not_switched_to_unless_it_is_allowed() -> None:
     session.detach()
 
 
-@pytest.mark.parametrize(
+WAYS_TO_ASK = pytest.mark.parametrize(
     "options",
     [
         {"recipe": {"policy": {"start": "keep", "allow_lossy": True}}},
@@ -65,6 +66,18 @@ def test_a_lossy_policy_is_not_switched_to_unless_it_is_allowed() -> None:
     ],
     ids=["a key", "the call", "a rule"],
 )
+
+
+@WAYS_TO_ASK
+def test_who_asks_for_it_needs_the_package_before_the_first_step(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(ValueError, match="compress needs bitsandbytes, which cannot be imported"):
+        attach(**options)
+
+
+@WAYS_TO_ASK
 def test_who_asks_for_it_may_have_it(options: dict[str, Any]) -> None:
     _, session = attach(**options)
     session.switch("keep")
