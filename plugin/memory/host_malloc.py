@@ -8,7 +8,10 @@ _MIB = 2**20
 # Growth in small pieces costs a system call each, but with a large pad as much room stays unused
 # under a heap cap, because glibc asks for the pad or gives up (measured: 16 of 200 MiB at 16 MiB).
 _TOP_PAD_BYTES = 1 * _MIB
-_MAPPING_THRESHOLD_BYTES = 256 * 2**10
+# Blocks below it share the heap, where what outlives a step pins holes between them. Compressed
+# activations of a short document are just below 256 KiB: with that, 14 steps of lengths 204 to
+# 1,024 left 13 MiB in holes, with this 2 (32 MiB and 12 blocks of tiny-cpu: out of memory).
+_MAPPING_THRESHOLD_BYTES = 64 * 2**10
 _EVERYTHING_BYTES = 2**31 - 1
 _MANY = 2**20
 
@@ -34,7 +37,7 @@ def use_caching_malloc() -> bool:
 
 
 def use_mapping_malloc() -> bool:
-    """Gives every block from 256 KiB up a mapping of its own, returned as soon as it is freed.
+    """Gives every block from 64 KiB up a mapping of its own, returned as soon as it is freed.
 
     For a heap cap: there are no holes but those between small blocks, and the same step fits into
     100 MiB. Steps take 35 to 45 % longer, whatever the policy, since every new tensor faults its

@@ -42,6 +42,25 @@ def test_one_keeps_freed_memory_and_the_other_returns_it(child: Child) -> None:
     assert after >= 64 * MIB
 
 
+@needs_glibc
+def test_blocks_as_large_as_those_of_a_short_sequence_leave_no_holes(child: Child) -> None:
+    told = child("""
+        from rematic.memory import glibc
+
+        use_mapping_malloc()
+        before = glibc.read_heap().free_bytes
+        large, small = [], []
+        for kib in range(64, 256):
+            large.append(torch.empty(kib * 2**10, dtype=torch.uint8))
+            small.append(bytes(2**10))  # lies between them, and outlives them
+        in_all = sum(map(torch.Tensor.nelement, large))
+        del large
+        tell(in_all=in_all, in_holes=glibc.read_heap().free_bytes - before)
+    """)
+    assert told["in_all"] > 29 * MIB
+    assert told["in_holes"] < 2 * MIB
+
+
 @pytest.mark.parametrize("use", [use_caching_malloc, use_mapping_malloc])
 def test_without_glibc_they_change_nothing_and_say_so(
     use: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
