@@ -31,6 +31,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the models are t
 from benchmarks.fault_models import FAMILIES, MODELS, TIED, TOKEN_WISE
 from benchmarks.fault_tallies import SavedTallies, Tally, summary, total
 from benchmarks.fault_trials import KINDS, LEVELS, Setting, Trials
-from rematic.memory import SimulatedProbe
+from rematic.memory import MemorySnapshot, SimulatedProbe
 from rematic.policy import ACTIONS, Tile
 
 SWEEPS = ("units", "steps", "random", "budgets")
@@ -100,6 +101,14 @@ def random_trial(seed: int, *, models: Sequence[str], actions: Sequence[str]) ->
     return tally
 
 
+class SilentProbe(SimulatedProbe):
+    """Does not say what the device has, so that plans do not obey it and memory runs out."""
+
+    def snapshot(self) -> MemorySnapshot:
+        """Returns what is known of memory, without its size."""
+        return replace(super().snapshot(), capacity_bytes=None)
+
+
 def sweep_budgets(setting: Setting, *, number: int) -> Tally:
     """Trains within budgets from what `recompute` needs to just below what the setting needs."""
     tally = Tally(setting=setting)
@@ -107,7 +116,7 @@ def sweep_budgets(setting: Setting, *, number: int) -> Tally:
     highest = _peak(setting)
     for i in range(number if highest > lowest else 0):
         budget = lowest + (highest - lowest) * i // number
-        with Trials(setting, SimulatedProbe(budget)) as trials:
+        with Trials(setting, SilentProbe(budget)) as trials:
             tally.add(trials.judge_budget(), f"{budget} bytes")
     return tally
 

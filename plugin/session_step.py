@@ -61,7 +61,7 @@ class SessionStep:
         before = session.probe.snapshot()
         repeatable = repeatable and num_ranks() == 1 and session.settings.attempts > 1
         asked = replace(
-            self._request(shape, before.allocated_bytes),
+            self._request(shape, before),
             repeatable=repeatable,
             hole_bytes=before.inactive_split_bytes,
         )
@@ -106,16 +106,16 @@ class SessionStep:
             write=session.settings.journal.write,
         )
 
-    def _request(self, shape: BatchShape, in_use_bytes: int | None) -> StepRequest:
+    def _request(self, shape: BatchShape, before: MemorySnapshot) -> StepRequest:
         session = self._session
         return StepRequest(
             tokens=shape.tokens,
             length=shape.length,
             unit_classes=tuple(session.unit_classes.values()),
             actions=session._policies.actions,
-            in_use_bytes=in_use_bytes,
+            in_use_bytes=before.allocated_bytes,
             pending_gradient_bytes=pending_gradient_bytes(session._parameters),
-            budget_bytes=session.budget_bytes,
+            budget_bytes=control.usable_bytes(session.budget_bytes, before.capacity_bytes),
             reserve=session.settings.reserve,
         )
 
@@ -186,7 +186,7 @@ class SessionStep:
         session = self._session
         step = session._close_step()
         before = session.probe.snapshot()
-        request = self._request(step.shape, before.allocated_bytes)
+        request = self._request(step.shape, before)
         request = replace(request, actions=session.plan.actions if actions is None else actions)
         decision = control.plan_step(session._costs, request)
         self._open(step.shape, decision, before, armed=True, spare=False)
@@ -200,7 +200,7 @@ class SessionStep:
         session = self._session
         assert session._step is not None
         shape = session._step.shape
-        request = self._request(shape, session.probe.allocated_bytes())
+        request = self._request(shape, session.probe.snapshot())
         working = session._costs.working_set(shape.tokens)
         head_is_peak = working is not None and working.head_bytes > working.unit_bytes
         return StopReport(
@@ -208,6 +208,7 @@ class SessionStep:
             length=shape.length,
             budget_bytes=session.budget_bytes,
             attempts=tuple(attempts),
+            usable_bytes=request.budget_bytes,
             obstacle=obstacle,
             largest_length=control.largest_length(session._costs, request),
             resident_bytes=resident_bytes(

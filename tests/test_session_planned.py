@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import rematic
-from rematic.memory import SimulatedProbe
+from rematic.memory import MemorySnapshot, SimulatedProbe
 from rematic.policy import PLANNED, Policy, Rule, Selective
 from rematic.recipes import ControlConfig, PolicyConfig, Recipe
 from rematic.stash import DiskStash
@@ -100,6 +101,13 @@ def test_a_unit_whose_kept_results_are_useless_does_not_keep_others_from_being_k
     assert session.last_step.predicted_peak_bytes is not None
 
 
+class SilentProbe(SimulatedProbe):
+    """A device that may have less than it says."""
+
+    def snapshot(self) -> MemorySnapshot:
+        return replace(super().snapshot(), capacity_bytes=None)
+
+
 class Training:
     """Trains a small Llama on batches of given lengths, attached or plain."""
 
@@ -108,7 +116,7 @@ class Training:
     ) -> None:
         self.model = _llama()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.probe = SimulatedProbe()
+        self.probe = SimulatedProbe() if strict else SilentProbe()
         self.probe.track([*self.model.parameters(), *self.model.buffers()])
         self.journal = Events()
         self.session: rematic.Session | None = None
@@ -398,3 +406,26 @@ def test_a_resumed_run_plans_as_the_first_one_did(
     assert record["armed"] == first.records[-1]["armed"]
     with pytest.raises(ValueError, match="pinned"):
         second.session.switch("keep")
+
+
+def test_a_plan_obeys_the_device_where_it_has_less_than_the_budget() -> None:
+    def figures(capacity_bytes: int | None) -> list[tuple[int, int, int]]:
+        model, probe = _llama(), SimulatedProbe(budget_bytes=capacity_bytes)
+        probe.track(model.parameters())
+        session = rematic.attach(model, budget="1GiB", probe=probe)
+        batch = torch.randint(0, VOCABULARY, (2, 64))
+        found = []
+        with probe:
+            for _ in range(5):
+                with session.step(batch):
+                    model(input_ids=batch, labels=batch).loss.backward()
+                model.zero_grad(set_to_none=True)
+                step = session.last_step
+                assert step is not None
+                found.append((step.peak_bytes or 0, step.evictions, step.op_retries))
+        session.detach()
+        return found
+
+    peak = max(one for one, *_ in figures(None))
+    for _, evictions, op_retries in figures(int(0.8 * peak))[2:]:
+        assert (evictions, op_retries) == (0, 0)

@@ -64,6 +64,7 @@ from rematic.control.replay import replay as replay
 from rematic.control.risk import REMEDIES as REMEDIES
 from rematic.control.spare_room import fits_update as fits_update
 from rematic.control.spare_room import has_spare_room as has_spare_room
+from rematic.control.spare_room import usable_bytes as usable_bytes
 from rematic.control.step_plan import Costs as Costs
 from rematic.control.step_plan import StepDecision as StepDecision
 from rematic.control.step_plan import StepOutcome as StepOutcome

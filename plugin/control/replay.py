@@ -23,6 +23,7 @@ from rematic.control.goals import ControlRules
 from rematic.control.observation import observe
 from rematic.control.plain import costs_from_plain, outcome_from_plain
 from rematic.control.policy_trail import CHANGES
+from rematic.control.spare_room import usable_bytes
 from rematic.control.step_plan import Costs, StepDecision, StepRequest, learn, plan_step
 from rematic.policy import Action, policy_from_plain, resolve
 
@@ -85,7 +86,7 @@ class _Replay:
             actions=self.actions,
             in_use_bytes=event["before"]["allocated_bytes"],
             pending_gradient_bytes=event["pending_gradient_bytes"] or 0,
-            budget_bytes=event["budget_bytes"],
+            budget_bytes=usable_bytes(event["budget_bytes"], event["before"]["capacity_bytes"]),
             reserve=self.reserve,
         )
 

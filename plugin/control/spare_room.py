@@ -1,7 +1,8 @@
-"""Where there is so much room that memory cannot run out, by what the device says. Pure.
+"""What a step may use, and where there is so much room that memory cannot run out. Pure.
 
 A budget is what somebody wrote down; the capacity is what the device or the system says, limits of
-the process and what other programs hold included. Both must leave the room, and both be known.
+the process and what other programs hold included. Plans obey both; for room to spare both must be
+known.
 """
 
 from __future__ import annotations
@@ -15,6 +16,22 @@ AdamW over lists of tensors takes twice of them for what it computes and, in its
 of them for its state. Twice as much again is for `amsgrad`, for weights of 16 bits with a state of
 32, and for what nobody has thought of.
 """
+
+
+def usable_bytes(budget_bytes: int | None, capacity_bytes: int | None) -> int | None:
+    """Returns the bytes that a step may use: the budget, or what the device has left of it.
+
+    What is taken beside tensors while a run goes on (by the interpreter under a cap of the heap,
+    by other programs on a device) makes the capacity less than a budget that once fitted.
+
+    Args:
+        budget_bytes: Bytes that may be in use; None if there is no limit to plan for.
+        capacity_bytes: Bytes that could be in use, by what the device or the system says; None if
+            not known.
+    """
+    if budget_bytes is None or capacity_bytes is None:
+        return budget_bytes
+    return min(budget_bytes, capacity_bytes)
 
 
 def fits_update(
@@ -35,9 +52,10 @@ def fits_update(
             says and not the recipe; None if not known.
         reserve: Share of the budget that stays free for what is not seen.
     """
-    if in_use_bytes is None or budget_bytes is None or capacity_bytes is None:
+    usable = usable_bytes(budget_bytes, capacity_bytes)
+    if in_use_bytes is None or usable is None or capacity_bytes is None:
         return False
-    limit_bytes = min(budget_bytes, capacity_bytes) * (1 - reserve)
+    limit_bytes = usable * (1 - reserve)
     return in_use_bytes + UPDATE_FACTOR * parameter_bytes <= limit_bytes
 
 

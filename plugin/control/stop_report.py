@@ -52,6 +52,9 @@ class StopReport:
     resident_bytes: tuple[tuple[str, int], ...]
     """What stays in use between steps, by kind."""
 
+    usable_bytes: int | None = None
+    """What the device or the system had left of the budget; None if not known."""
+
     num_torn_gradients: int = 0
     """Gradients of earlier micro-batches that hold a part of this one."""
 
@@ -110,7 +113,7 @@ def format_stop(report: StopReport) -> str:
         f"{report.attempts[-1].error} (at {report.attempts[-1].where}).",
     ]
     if report.budget_bytes is not None:
-        parts.append(f"The budget is {report.budget_bytes:,} bytes.")
+        parts.append(f"The budget is {report.budget_bytes:,} bytes{_shortened(report)}.")
     if report.obstacle is not None:
         parts.append(f"It was not tried again: {report.obstacle}")
     if report.num_torn_gradients:
@@ -125,6 +128,16 @@ def format_stop(report: StopReport) -> str:
     if report.memory_snapshot is not None:
         parts.append(f"What the device held is in {report.memory_snapshot}.")
     return " ".join([*parts, *report.advice])
+
+
+def _shortened(report: StopReport) -> str:
+    usable, budget = report.usable_bytes, report.budget_bytes
+    if usable is None or budget is None or usable >= budget:
+        return ""
+    return (
+        f", but only {usable:,} of them could be in use: what this process holds beside tensors, "
+        "or what other programs hold, takes the rest"
+    )
 
 
 def _attempt(attempt: FailedAttempt) -> str:

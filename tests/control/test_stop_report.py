@@ -99,6 +99,14 @@ def test_the_text_says_what_would_fit_and_what_to_do() -> None:
     assert "split" not in text
 
 
+@pytest.mark.parametrize("usable", [None, 1 << 20, 2 << 20, 700_000])
+def test_the_text_says_where_less_than_the_budget_was_there(usable: int | None) -> None:
+    text = format_stop(replace(REPORT, usable_bytes=usable))
+    assert "The budget is 1,048,576 bytes" in text
+    short = "but only 700,000 of them could be in use: what this process holds beside tensors"
+    assert (short in text) is (usable == 700_000)
+
+
 def test_a_stop_between_steps_says_what_a_person_must_decide() -> None:
     """Where nothing was tried, no smaller batch would help, so no caller shall shrink it."""
     text = format_stop(replace(REPORT, attempts=(), obstacle="memory stays short."))
