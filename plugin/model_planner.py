@@ -187,7 +187,7 @@ class ModelPlanner:
             return  # (another decision: the step was tried again under a heavier plan)
         plans = self._kinds[asked.kind]
         undisturbed = not (record.evictions or record.op_retries or record.unit_retries)
-        watched = record.peak_source == "op ends"
+        watched = record.peak_source == control.EXACT_SOURCE
         if asked.proposal is not None:
             plans.num_watched += watched
             if record.armed:

@@ -11,7 +11,7 @@ import torch
 from rematic.activations import Engine, Eviction, OpRetry, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
-from rematic.control import History, StepDecision, StepOutcome, kept_key
+from rematic.control import EXACT_SOURCE, History, StepDecision, StepOutcome, kept_key
 from rematic.memory import LastTries, MemorySnapshot, Probe, is_out_of_memory
 from rematic.policy import Keep, Selective
 from rematic.step_record import StepRecord
@@ -192,7 +192,7 @@ class OpenStep:
 
     def _peak_source(self) -> str:
         if self.decision.watched:
-            return "op ends"
+            return EXACT_SOURCE
         return "start of backward" if self.decision.roomy else "unit ends"
 
     def _at_first_backward(self, record: Record) -> None:

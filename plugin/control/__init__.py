@@ -50,6 +50,7 @@ from rematic.control.model_plan import adopt as adopt
 from rematic.control.model_plan import given_actions as given_actions
 from rematic.control.model_plan import is_pressed as is_pressed
 from rematic.control.model_plan import room_bytes as room_bytes
+from rematic.control.observation import EXACT_SOURCE as EXACT_SOURCE
 from rematic.control.observation import ComparisonOutcome as ComparisonOutcome
 from rematic.control.observation import Observation as Observation
 from rematic.control.observation import observe as observe

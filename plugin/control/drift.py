@@ -36,9 +36,9 @@ class Stretch(NamedTuple):
     log_tokens: float = 0.0
     """Sum of the logarithms of their tokens."""
     errors: float = 0.0
-    """Sum of |peak / predicted peak - 1| of those that had a prediction."""
+    """Sum of |peak / predicted peak - 1| of those that tell of their predictions."""
     num_predicted: int = 0
-    """How many had."""
+    """How many do."""
     num_retries: int = 0
     """Allocations that failed and were answered, by us or by the allocator."""
 
@@ -67,9 +67,9 @@ def drifted(drift: Drift, seen: Observation, num_retries: int) -> tuple[Drift, t
         num_retries: Allocations of the step that failed and were answered.
     """
     n, log_tokens, errors, num_predicted, retries, baseline, is_wary = drift
-    predicted, peak, tokens = seen.predicted_peak_bytes, seen.peak_bytes, seen.tokens
-    if predicted and peak is not None:
-        errors += min(1.0, abs(peak / predicted - 1))
+    tokens = seen.tokens
+    if seen.prediction_error is not None:
+        errors += min(1.0, seen.prediction_error)
         num_predicted += 1
     log_tokens += math.log(tokens) if tokens > 1 else 0.0
     n, retries = n + 1, retries + num_retries

@@ -13,6 +13,9 @@ ComparisonOutcome = Literal["compared", "first run stands", "not compared"]
 first one, or it could not be taken back, so that it is the step; or memory ran out in the second
 one, or the policy before is there no more, and the step is one of the policy in force."""
 
+EXACT_SOURCE = "op ends"
+"""The `peak_source` of peaks that are exact; others were read now and then."""
+
 
 class Observation(NamedTuple):
     """One finished micro-batch; None in a field means that it is not known.
@@ -86,6 +89,9 @@ class Observation(NamedTuple):
     predicted_peak_bytes: int | None = None
     """Highest bytes in use that were expected of the step."""
 
+    peak_is_sampled: bool = False
+    """Whether memory was read now and then only, so that the peak may have been higher."""
+
     keep_seconds: float | None = None
     """What the planner expects forward and backward to take with everything kept."""
 
@@ -97,6 +103,15 @@ class Observation(NamedTuple):
     def demand_bytes(self) -> int | None:
         """What the step would have held at once, had nothing been evicted (at most)."""
         return None if self.peak_bytes is None else self.peak_bytes + self.evicted_bytes
+
+    @property
+    def prediction_error(self) -> float | None:
+        """|peak / predicted peak - 1|; None where nothing tells: a sampled peak below it."""
+        if not self.predicted_peak_bytes or self.peak_bytes is None:
+            return None
+        if self.peak_is_sampled and self.peak_bytes <= self.predicted_peak_bytes:
+            return None
+        return abs(self.peak_bytes / self.predicted_peak_bytes - 1)
 
 
 def observe(event: Mapping[str, Any]) -> Observation:
@@ -137,6 +152,7 @@ def observe(event: Mapping[str, Any]) -> Observation:
         loss_difference=event.get("loss_difference"),
         gradient_difference=event.get("gradient_difference"),
         predicted_peak_bytes=event.get("predicted_peak_bytes"),
+        peak_is_sampled=event.get("peak_source", EXACT_SOURCE) != EXACT_SOURCE,
         keep_seconds=event.get("keep_seconds"),
         comparison=comparison,
         is_previous=is_previous,

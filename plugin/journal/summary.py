@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rematic.control import EXACT_SOURCE
 from rematic.journal.notice_summary import NoticeSummary, summarize_notices
 
 Event = Mapping[str, object]
@@ -85,7 +86,8 @@ class RunSummary:
     rollbacks: int
     """Policy changes taken back."""
     predictions: int
-    """Steps whose peak was predicted, measured, and not lowered by an eviction or a retry."""
+    """Steps whose peak was predicted, not lowered by an eviction or a retry, and either read after
+    every op or higher than predicted."""
     prediction_error_median: float | None
     """Median of |predicted - measured| / measured peak."""
     prediction_error_max: float | None
@@ -210,11 +212,14 @@ class _Tally:
 def prediction_error(step: Event) -> float | None:
     """|predicted - measured| / measured peak of one step event.
 
-    None where either is missing, and where evictions or retries have lowered the peak.
+    None where either is missing, where evictions or retries have lowered the peak, and where it was
+    below the prediction but sampled: then it may have been higher in between.
     """
     predicted, measured = _optional_count(step, "predicted_peak_bytes"), _peak(step)
     corrected = any(_count(step, key) for key in ("evictions", "op_retries", "unit_retries"))
     if predicted is None or not measured or corrected:
+        return None
+    if step.get("peak_source", EXACT_SOURCE) != EXACT_SOURCE and measured <= predicted:
         return None
     return abs(predicted - measured) / measured
 

@@ -57,6 +57,19 @@ def test_predictions_may_miss_twice_as_far_or_by_a_tenth(
     assert gate.measured == pytest.approx(abs(after / 100 - 1))
 
 
+def test_a_sampled_peak_tells_of_predictions_only_where_it_is_above_them() -> None:
+    """Without pressure memory is read at the ends of units, past what happens inside them."""
+    exact = {"predicted_peak_bytes": 100, "peak_bytes": 100}
+    low, high = (
+        {"predicted_peak_bytes": 100, "peak_bytes": peak, "peak_is_sampled": True}
+        for peak in (30, 130)
+    )
+    assert gates_of(exact, low)["predictions"].passed is None
+    assert gates_of(low, exact)["predictions"].passed is None
+    assert gates_of(exact, high)["predictions"].passed is False
+    assert gates_of(exact, {**low, "peak_is_sampled": False})["predictions"].passed is False
+
+
 def test_without_predictions_that_gate_is_not_judged() -> None:
     gate = gates_of({"peak_bytes": 5}, {"peak_bytes": 9, "predicted_peak_bytes": 1})["predictions"]
     assert (gate.passed, gate.bound) == (None, None)

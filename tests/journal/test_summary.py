@@ -103,11 +103,18 @@ def test_prediction_errors_are_over_the_measured_peak() -> None:
         {"evictions": 1},
         {"op_retries": 1},
         {"unit_retries": 1},
+        {"peak_source": "unit ends"},  # sampled, and below the prediction
+        {"peak_source": "start of backward"},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: "-".join(map(str, next(iter(changes.items())))),
 )
 def test_some_steps_say_nothing_about_predictions(changes: dict[str, object]) -> None:
-    assert prediction_error(step(1, **changes)) is None
+    assert prediction_error(step(1, **{"predicted_peak_bytes": 100 * MIB, **changes})) is None
+
+
+@pytest.mark.parametrize("source", ["op ends", "unit ends", "start of backward"])
+def test_a_peak_above_the_prediction_counts_wherever_it_was_read(source: str) -> None:
+    assert prediction_error(step(1, peak_source=source)) == pytest.approx(0.01)
 
 
 def test_groups_the_steps_by_policy_and_plan() -> None:
