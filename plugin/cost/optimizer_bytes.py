@@ -12,7 +12,7 @@ from torch import nn
 
 from rematic.cost.event_log import EventLog
 from rematic.cost.real_twins import RealTwins
-from rematic.cost.torch_private import FakeTensorMode
+from rematic.cost.torch_private import make_fake_mode
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer over the given weights, as the training will: `foreach`, `fused` or neither
@@ -72,7 +72,7 @@ class _Steps:
     def __init__(
         self, make: MakeOptimizer, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]
     ) -> None:
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_mode = make_fake_mode()
         twins = RealTwins(fake_mode)
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
         self.weight_bytes = sum(meta.nbytes for meta in metas)

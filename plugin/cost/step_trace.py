@@ -21,7 +21,7 @@ from rematic.cost.op_log import LoggedOp, OpLog
 from rematic.cost.real_path import accelerators_8_bits, on_real_path
 from rematic.cost.real_twins import RealTwins
 from rematic.cost.tiling import FEW_TILES
-from rematic.cost.torch_private import FakeTensorMode
+from rematic.cost.torch_private import make_fake_mode
 from rematic.cost.traced_stash import Offered, TracedPlaces
 from rematic.cost.traced_tiles import TracedTiles
 from rematic.memory.storages import storages_of
@@ -115,7 +115,7 @@ class TracedModel:
         on_accelerator: bool = True,
         tile_tokens: int | None = None,
     ) -> None:
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake_mode = make_fake_mode()
         self._twins = RealTwins(self._fake_mode)
         self.model = fake_copy(model, self._twins)
         shorten(self.model, unit_names, kept)

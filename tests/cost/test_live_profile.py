@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import linecache
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rematic.cost.live_profile import (
     trace_live,
     transformers_model,
 )
+from rematic.cost.torch_private import FakeTensorMode
 from rematic.policy import Keep, Recompute
 from tests.activations.families import build_llama
 from tests.cost.measured import RealStep, predicted_peak
@@ -85,6 +87,16 @@ def test_the_profile_is_that_of_the_real_step(padded: bool) -> None:
     for actions in ([Keep()] * 3, [Recompute()] * 3):
         predicted = predicted_peak(costs, actions).total - costs.fixed.total
         assert predicted == pytest.approx(real.peak_bytes(batch, actions), rel=0.01)
+
+
+def test_a_trace_leaves_no_cache_of_the_process_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # the first one imports what torch imports late
+        FakeTensorMode.cache_clear()
+        linecache.clearcache()
+        monkeypatch.setattr(live_profile, "_remembered", type(live_profile._remembered)())
+        trace_live(_llama(), KIND, actions=(Keep(), Recompute()), patterns=())
+    assert FakeTensorMode.cache_info().size == 0
+    assert linecache.cache == {}
 
 
 def test_models_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
