@@ -13,6 +13,7 @@ from torch import nn
 from rematic import control
 from rematic.activations import Engine, Notice
 from rematic.batch_shape import BatchShape
+from rematic.byte_sizes import format_bytes
 from rematic.control import StepDecision, StepOutcome, StepRequest
 from rematic.cost.devices import Device
 from rematic.cost.live_profile import (
@@ -35,6 +36,10 @@ _log = logging.getLogger("rematic")
 
 MAX_KINDS = 6
 """Kinds of steps that are traced in one session; others are planned from measurements."""
+
+TRACE_BYTES = 8 * 2**20
+"""Host memory that a trace may take for good. (Llama, 2 to 12 layers: 2 MiB for the stack of its
+thread, which glibc keeps, and 2 MiB for objects of Python.)"""
 
 MAX_SAMPLES = 4
 """Steps that are watched for the sake of one kind until one of them was undisturbed."""
@@ -87,6 +92,7 @@ class ModelPlanner:
         self._device: Device | None = None
         self._open: _Question | None = None
         self._is_off = False
+        self._has_told_of_room = False
 
     @property
     def kinds(self) -> Mapping[StepKind, KindPlans]:
@@ -98,15 +104,25 @@ class ModelPlanner:
         self._kinds = dict(kinds)
 
     def refine(
-        self, decision: StepDecision, request: StepRequest, shape: BatchShape, batch: object
+        self,
+        decision: StepDecision,
+        request: StepRequest,
+        shape: BatchShape,
+        batch: object,
+        *,
+        host_capacity_bytes: int | None = None,
     ) -> StepDecision:
         """Returns the decision with the model's plan, or watched, or as it is.
+
+        Nothing is traced where that could take the memory which the step itself needs.
 
         Args:
             decision: What was decided from measurements.
             request: What it was decided for.
             shape: Shape of the batch.
             batch: The batch, read for what it holds.
+            host_capacity_bytes: Bytes that could be in use if the host's memory is planned and they
+                are known, else None.
         """
         self._open = None
         if self._is_off:
@@ -120,10 +136,24 @@ class ModelPlanner:
             return decision
         question = self._question(decision, request, shape, kind)
         plans = self._kinds.setdefault(kind, KindPlans())
-        self._open = self._answered(question, plans)
+        if self._may_answer(decision, plans, host_capacity_bytes):
+            question = self._answered(question, plans)
+        self._open = question
         decision = _timed(self._open.decision, plans, shape)
         self._open = replace(self._open, decision=decision)
         return decision
+
+    def _may_answer(
+        self, decision: StepDecision, plans: KindPlans, host_capacity_bytes: int | None
+    ) -> bool:
+        if plans.profile is not None or control.has_room_for_trace(
+            decision, trace_bytes=TRACE_BYTES, capacity_bytes=host_capacity_bytes
+        ):
+            return True
+        if not plans.is_refused and not self._has_told_of_room:
+            self._has_told_of_room = True
+            self._tell(f"a trace may take {format_bytes(TRACE_BYTES)}, which the step needs itself")
+        return False
 
     def _question(
         self, decision: StepDecision, request: StepRequest, shape: BatchShape, kind: StepKind

@@ -68,7 +68,10 @@ class SessionStep:
         session._asked = asked
         decision = control.plan_step(session.costs, asked)
         if session._model_planner is not None:
-            decision = session._model_planner.refine(decision, asked, shape, batch)
+            capacity = before.capacity_bytes if session.probe.kind == "host" else None
+            decision = session._model_planner.refine(
+                decision, asked, shape, batch, host_capacity_bytes=capacity
+            )
         # the last: a batch that could not be read
         armed = decision.armed or session.supervisor.armed or shape.tokens <= 1
         spare = not armed and control.has_spare_room(

@@ -112,6 +112,28 @@ def test_op_sets_keep_to_the_budget_and_to_the_bits(
         assert record["reason"].startswith("the model's fastest plan")
 
 
+@pytest.mark.parametrize(
+    ("kind", "trace_bytes", "is_traced"),
+    [("host", model_planner.TRACE_BYTES, False), ("host", 0, True), ("cuda", 1 << 30, True)],
+)
+def test_nothing_is_traced_where_the_step_needs_the_memory_itself(
+    plain: tuple[Outcome, int],
+    recomputed: int,
+    kind: str,
+    trace_bytes: int,
+    is_traced: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The objects of a trace lie in the host's memory, which is what is planned on a CPU."""
+    monkeypatch.setattr(SimulatedProbe, "kind", kind)
+    monkeypatch.setattr(model_planner, "TRACE_BYTES", trace_bytes)
+    training = Training(_budget(plain, recomputed, 0.4), policy="planned")
+    assert differences(training.train(SHORT_OF_ROOM), plain[0]) == []
+    assert bool(_by_model(training)) == is_traced
+    told = [text for text in _notices(training) if "a trace may take 8.0 MiB" in text]
+    assert len(told) == (0 if is_traced else 1), _notices(training)
+
+
 def test_the_model_tells_the_peak(plain: tuple[Outcome, int], recomputed: int) -> None:
     training = Training(_budget(plain, recomputed, 0.5), policy="planned")
     training.train([64] * 8)
@@ -371,6 +393,7 @@ def test_a_step_that_is_not_armed_tries_the_room_that_it_will_take(
     lengths, tried, answers = [16] + [64] * 7, [], [False, False, True, True, True, True, True]
     training = Training(_budget(plain, recomputed, 0.5), policy="planned")
     monkeypatch.setattr(training.probe, "kind", "host", raising=False)
+    monkeypatch.setattr(model_planner, "TRACE_BYTES", 0)  # more than the whole budget
 
     def can_allocate(num_bytes: int) -> bool:
         tried.append(num_bytes)

@@ -48,6 +48,7 @@ from rematic.control.history import switches_since as switches_since
 from rematic.control.history import unpinned as unpinned
 from rematic.control.model_plan import adopt as adopt
 from rematic.control.model_plan import given_actions as given_actions
+from rematic.control.model_plan import has_room_for_trace as has_room_for_trace
 from rematic.control.model_plan import is_pressed as is_pressed
 from rematic.control.model_plan import room_bytes as room_bytes
 from rematic.control.observation import EXACT_SOURCE as EXACT_SOURCE

@@ -30,6 +30,22 @@ def is_pressed(decision: StepDecision, request: StepRequest) -> bool:
     return any(given is None and not isinstance(chosen, Keep) for given, chosen in pairs)
 
 
+def has_room_for_trace(
+    decision: StepDecision, *, trace_bytes: int, capacity_bytes: int | None
+) -> bool:
+    """Returns whether a trace leaves the step the memory that it is expected to take.
+
+    Args:
+        decision: What was decided from measurements.
+        trace_bytes: What a trace takes and does not give back.
+        capacity_bytes: Bytes that could be in use at all where a trace takes them too; None if that
+            is not known, or is other memory.
+    """
+    if capacity_bytes is None or decision.predicted_peak_bytes is None:
+        return True
+    return decision.predicted_peak_bytes + trace_bytes <= capacity_bytes
+
+
 def room_bytes(decision: StepDecision, request: StepRequest) -> int:
     """Returns the bytes by which the step may rise above what is in use before it.
 
