@@ -32,7 +32,7 @@ class Offered(NamedTuple):
     """A storage that a unit offered to move."""
 
     key: int
-    """Which one, among those that the unit offered."""
+    """Which one, among all that were ever offered."""
 
     num_bytes: int
     """Its size."""
@@ -54,6 +54,7 @@ class TracedPlaces:
         """Storages since the last reset."""
         self.min_bytes = MIN_BYTES
         """Size from which a storage is moved."""
+        self._num_offered = 0
         self.on_return_death: Callable[[int], None] | None = None
         """Is told the key of each storage that came back, when it dies."""
 
@@ -65,10 +66,19 @@ class TracedPlaces:
         """
         self.min_bytes = min(MIN_BYTES, MIN_BYTES * tokens // TYPICAL_TOKENS)
 
-    def note(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes down what a unit offers."""
-        sizes = {id(s): s.nbytes() for s in storages_of(tuple(tensors))}
-        self.offered += [Offered(k, size, size >= self.min_bytes) for k, size in sizes.items()]
+    def note(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Takes down what a unit offers; returns the key of each storage by its `id`.
+
+        (The `id` itself is given to another storage once this one has moved.)
+        """
+        keys: dict[int, int] = {}
+        for storage in storages_of(tuple(tensors)):
+            if id(storage) not in keys:
+                keys[id(storage)] = key = self._num_offered
+                self._num_offered += 1
+                size = storage.nbytes()
+                self.offered.append(Offered(key, size, size >= self.min_bytes))
+        return keys
 
     def note_return_death(self, key: int) -> None:
         """Takes note that a storage which had come back is gone."""
@@ -99,8 +109,7 @@ class TracedStash:
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[Handle | None]:
         """Takes what the real stash would take; tensors that share a storage share a block."""
-        if not self.lossy:
-            self._places.note(tensors)
+        keys = {} if self.lossy else self._places.note(tensors)
         blocks: dict[int, _Block] = {}
         handles: list[Handle | None] = []
         for tensor in tensors:
@@ -110,7 +119,7 @@ class TracedStash:
                 handles.append(None)
                 continue
             if id(storage) not in blocks:
-                blocks[id(storage)] = self._block(storage, tensor.dtype)
+                blocks[id(storage)] = self._block(storage, tensor.dtype, keys.get(id(storage)))
             handles.append(_TracedHandle(blocks[id(storage)], tensor))
         return handles
 
@@ -118,10 +127,10 @@ class TracedStash:
         is_large = tensor.untyped_storage().nbytes() >= self._places.min_bytes
         return is_large and (not self.lossy or tensor.dtype in _HALF_OR_FULL)
 
-    def _block(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> _Block:
+    def _block(self, storage: torch.UntypedStorage, dtype: torch.dtype, key: int | None) -> _Block:
         num_bytes = storage.nbytes()
-        if not self.lossy:
-            gone = functools.partial(self._places.note_return_death, id(storage))
+        if key is not None:
+            gone = functools.partial(self._places.note_return_death, key)
             return _Block(num_bytes, None, takes_memory=self._places.takes_memory, gone=gone)
         elements = num_bytes // dtype.itemsize
         scales = -(-elements // _BLOCK_ELEMENTS) * _SCALE_BYTES
