@@ -32,7 +32,7 @@ def _beats(one: Option, other: Option) -> bool:
     return (
         one.seconds <= other.seconds
         and one.kept_bytes <= other.kept_bytes
-        and one.forward_bytes <= other.forward_bytes
-        and one.late_bytes <= other.late_bytes
+        and one.forward_bytes + one.cast_bytes <= other.forward_bytes + other.cast_bytes
+        and one.late_bytes + one.cast_bytes <= other.late_bytes + other.cast_bytes
         and one.kept_bytes + one.backward_bytes <= other.kept_bytes + other.backward_bytes
     )

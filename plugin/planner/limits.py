@@ -7,6 +7,7 @@ own forward and backward need above it, and if the sum of all is at most C less 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rematic.planner.problem import Option, Problem
@@ -20,7 +21,8 @@ class Limits:
     """Live bytes at the first unit's start."""
 
     head: int
-    """What the head needs above base and all that is kept."""
+    """What the head needs above base and all that is kept, while autocast's copies of weights are
+    there or afterwards."""
 
     around: int
     """Least budget that the intervals outside the units ask for, whatever the plan."""
@@ -29,19 +31,27 @@ class Limits:
     """For each unit and option: what its forward and backward need above base and prefix."""
 
 
-def limits_of(problem: Problem) -> Limits:
+def limits_of(problem: Problem, *, gone_in_backward: Sequence[int] | None = None) -> Limits:
     """Returns what each option needs.
 
-    Where options of one unit leave different gradients behind, or callers hold different bytes of
-    its input for longer than it does, the largest is counted.
+    Where options of one unit leave different gradients behind, let autocast hold different copies
+    of weights, or callers hold different bytes of its input for longer than it does, the largest is
+    counted.
+
+    Args:
+        problem: The problem.
+        gone_in_backward: For each unit the bytes that those before it are counted to keep but have
+            let go when backward comes; None: nothing.
     """
     around, fixed = problem.around, problem.fixed.total
     base = fixed + around.embedding_kept
     left = around.head_left
-    late = _late(problem)
+    held = _held(problem)
     needs: list[tuple[int, ...]] = []
-    for options, held in zip(reversed(problem.units), reversed(late), strict=True):
-        needs.append(tuple(_need(option, left, held) for option in options))
+    for i in range(len(problem.units) - 1, -1, -1):
+        options, before = problem.units[i], held[i] - around.casts
+        found = left if gone_in_backward is None else left - gone_in_backward[i]
+        needs.append(tuple(_need(option, found, before) for option in options))
         left += max(option.gradient_bytes for option in options)
     after = fixed + left + around.embedding_gradient
     outside = max(
@@ -49,16 +59,19 @@ def limits_of(problem: Problem) -> Limits:
         base + left + around.embedding_backward,
         after + around.optimizer,
     )
-    return Limits(base=base, head=around.head, around=outside, needs=tuple(reversed(needs)))
+    head = max(0, around.head, around.head_uncast or 0)
+    return Limits(base=base, head=head, around=outside, needs=tuple(reversed(needs)))
 
 
-def _late(problem: Problem) -> list[int]:
-    """Returns, for each unit, the most that callers hold of the inputs of those before it."""
-    late = [0]
+def _held(problem: Problem) -> list[int]:
+    """Returns, for each unit, the most that is held of those before it beside what they keep."""
+    held = [0]
     for options in problem.units:
-        late.append(max(0, late[-1] + max(option.late_bytes for option in options)))
-    return late[:-1]
+        most = max(option.late_bytes + option.cast_bytes for option in options)
+        held.append(max(0, held[-1] + most))
+    return held[:-1]
 
 
-def _need(option: Option, left: int, late: int) -> int:
-    return max(late + option.forward_bytes, left + option.kept_bytes + option.backward_bytes)
+def _need(option: Option, left: int, held: int) -> int:
+    forward = max(0, held + option.forward_bytes + option.cast_bytes)
+    return max(forward, left + option.kept_bytes + option.backward_bytes)

@@ -122,18 +122,21 @@ def _intervals(
     gradient = np.array([option.gradient_bytes for option in columns], dtype=float)
     forward = np.array([option.forward_bytes for option in columns], dtype=float)
     backward = np.array([option.backward_bytes for option in columns], dtype=float)
-    late = np.array([option.late_bytes for option in columns], dtype=float)
+    cast = np.array([option.cast_bytes for option in columns], dtype=float)
+    held = cast + np.array([option.late_bytes for option in columns], dtype=float)
     room = budget_bytes - problem.fixed.total
     inside = room - around.embedding_kept
-    rows, limits = [kept], [inside - around.head]
+    rows, limits = [kept + cast, kept], [inside - around.head + around.casts, inside]
+    if around.head_uncast is not None:
+        limits[1] -= around.head_uncast
     for i in range(len(problem.units)):
         start, stop = offsets[i], offsets[i + 1]
         own = np.zeros(len(columns))
         own[start:stop] = 1
         before, after = np.zeros(len(columns)), np.zeros(len(columns))
         before[:start], after[stop:] = 1, 1
-        rows.append(before * (kept + late) + own * forward)
-        limits.append(inside)
+        rows.append(before * (kept + held) + own * (forward + cast))
+        limits.append(inside + around.casts)
         rows.append(before * kept + own * (kept + backward) + after * gradient)
         limits.append(inside - around.head_left)
     left = room - around.head_left

@@ -17,6 +17,8 @@ MAX_WORK = 2**21
 """Most quanta times units: what tens of milliseconds are enough for."""
 
 _MAX_CANDIDATES = 512
+_INTEGERS_END = 2**62
+"""From here on NumPy's integers do not hold what is rounded up: nobody minds what is lost."""
 
 
 def quantum_bytes(units: Sequence[tuple[Option, ...]]) -> int:
@@ -36,6 +38,8 @@ def quantum_bytes(units: Sequence[tuple[Option, ...]]) -> int:
     span = sum(count * _extra(options) for options, count in counts.items())
     if span <= MIN_QUANTA:
         return 1
+    if span >= _INTEGERS_END:
+        return -(-span // MIN_QUANTA)
     whole = max(_extra(options) * count for options, count in counts.items())
     common = next(_extra(o) for o, count in counts.items() if _extra(o) * count == whole)
     fewest, most = (

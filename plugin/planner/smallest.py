@@ -4,25 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rematic.planner.limits import Limits, limits_of
-from rematic.planner.problem import Problem
+from rematic.planner.casts import countings_of
+from rematic.planner.limits import Limits
+from rematic.planner.problem import Problem, peak_of
 
 _Candidate = tuple[int, int, int]
 """Kept bytes, need, and position of an option."""
 
 
-def smallest_assignment(problem: Problem, *, limits: Limits | None = None) -> tuple[int, ...]:
+def unhindered_assignment(problem: Problem) -> tuple[int, ...]:
+    """Returns the fastest assignment, whatever it keeps; of equals one that keeps least.
+
+    Args:
+        problem: The problem.
+    """
+    best = {
+        options: min(range(len(options)), key=lambda a: (options[a].seconds, options[a].kept_bytes))
+        for options in dict.fromkeys(problem.units)
+    }
+    return tuple(best[options] for options in problem.units)
+
+
+def smallest_assignment(problem: Problem) -> tuple[int, ...]:
     """Returns the assignment with the lowest peak; of equals one that keeps least.
+
+    Where the options of a unit differ in what limits count from above, it is the lowest of those
+    that this finds.
+
+    Args:
+        problem: The problem.
+    """
+    found = [one.original(_by_limits(one.problem, one.limits)) for one in countings_of(problem)]
+    found.append(unhindered_assignment(problem))
+    return min(found, key=lambda assignment: peak_of(problem, assignment).total)
+
+
+def _by_limits(problem: Problem, limits: Limits) -> tuple[int, ...]:
+    """Returns the assignment with the lowest peak by limits.
 
     A prefix can never be too small, so under a given budget it is right to take, unit by unit, the
     option that keeps least of those whose limit allows the prefix. The smallest budget for which
     that goes through is found by bisection over bytes.
-
-    Args:
-        problem: The problem.
-        limits: Its limits, if they are there already.
     """
-    limits = limits or limits_of(problem)
     units = _candidates(problem, limits)
     low = max(limits.around, limits.base)  # below that nothing fits
     high = low

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rematic.planner.limits import limits_of
+from rematic.planner.casts import countings_of
 from rematic.planner.prefix_program import fastest_assignment
 from rematic.planner.problem import Option, Peak, Problem, peak_of, seconds_of
-from rematic.planner.smallest import smallest_assignment
+from rematic.planner.smallest import smallest_assignment, unhindered_assignment
 from rematic.policy import Plan
 
 
@@ -29,7 +29,8 @@ class Solution:
 
     fits: bool
     """Whether the peak is within the budget. If not, no plan is: this is the one with the lowest
-    peak, and `peak.total` the smallest budget that is enough."""
+    peak, and `peak.total` the smallest budget that is enough. (Where options of a unit leave other
+    gradients, or callers or autocast hold other bytes, the lowest that was found.)"""
 
 
 def solve(
@@ -66,20 +67,32 @@ def _best(problem: Problem, budget_bytes: int) -> tuple[tuple[int, ...], bool]:
 
     The program's answer is set against two fixed plans, because rounding may hide them.
     """
-    unhindered = tuple(
-        min(range(len(options)), key=lambda a: (options[a].seconds, options[a].kept_bytes))
-        for options in problem.units
-    )
+    unhindered = unhindered_assignment(problem)
     if peak_of(problem, unhindered).total <= budget_bytes:
         return unhindered, True
-    limits = limits_of(problem)
-    smallest = smallest_assignment(problem, limits=limits)
+    smallest = smallest_assignment(problem)
     if peak_of(problem, smallest).total > budget_bytes:
         return smallest, False
-    fastest = fastest_assignment(problem, limits=limits, budget_bytes=budget_bytes)
-    if fastest is None or seconds_of(problem, smallest) < seconds_of(problem, fastest):
-        return smallest, True
-    return fastest, True
+    fastest = _fastest(problem, budget_bytes, below=seconds_of(problem, smallest))
+    return (smallest if fastest is None else fastest), True
+
+
+def _fastest(problem: Problem, budget_bytes: int, *, below: float) -> tuple[int, ...] | None:
+    """Returns the fastest assignment of all ways to count; None if none takes `below` or less."""
+    best, seconds = None, below
+    for counting in countings_of(problem):
+        least = seconds_of(counting.problem, unhindered_assignment(counting.problem))
+        if least > seconds or (least == seconds and best is not None):
+            continue
+        found = fastest_assignment(
+            counting.problem, limits=counting.limits, budget_bytes=budget_bytes
+        )
+        if found is None:
+            continue
+        taken = seconds_of(counting.problem, found)
+        if taken < seconds or (taken == seconds and best is None):
+            best, seconds = counting.original(found), taken
+    return best
 
 
 def _solution(problem: Problem, assignment: tuple[int, ...], *, fits: bool) -> Solution:

@@ -5,6 +5,7 @@ import pytest
 from benchmarks.planner_problems import budgets, kept_seconds, stack
 from rematic.planner import best_of_all, peak_of, seconds_of, solve
 from rematic.planner.milp import solve_exactly
+from tests.planner.problems import under_autocast
 
 pytest.importorskip("scipy", reason="the oracle needs the extra planner-oracle")
 
@@ -33,6 +34,17 @@ def test_inputs_that_callers_hold_are_in_the_rows_of_forward(seed):
         answer = solve_exactly(problem, budget_bytes=budget)
         best = best_of_all(problem, budget_bytes=budget)
         found = answer.assignment
+        assert (found is None) == (best is None)
+        if best is not None:
+            assert seconds_of(problem, found) == pytest.approx(seconds_of(problem, best))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_of_weights_that_autocast_makes_are_in_the_rows(seed):
+    problem = under_autocast(stack(5, seed=seed, num_actions=4))
+    for budget in budgets(problem, 6):
+        best = best_of_all(problem, budget_bytes=budget)
+        found = solve_exactly(problem, budget_bytes=budget).assignment
         assert (found is None) == (best is None)
         if best is not None:
             assert seconds_of(problem, found) == pytest.approx(seconds_of(problem, best))
