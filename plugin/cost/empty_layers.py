@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rematic.cost.later_compile import compiled_when_called
+from rematic.quiet_import import import_quietly
 from rematic.recipes import QuantizationConfig
 from rematic.recipes.tuning_schema import WeightFormat
 from rematic.training.quantize import quantize_model
@@ -33,6 +35,8 @@ def quantize_empty(
     Raises:
         ValueError: As `quantize_model`.
     """
+    with contextlib.suppress(ImportError), compiled_when_called():
+        import_quietly("bitsandbytes")  # where it is missing, the next line says so
     with _maps_put_back():
         quantize_model(model, quantization, weight_format)
         for module in model.modules():

@@ -40,6 +40,10 @@ Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 """Runs the forward of a model on a batch and returns the loss."""
 
+WARMING_FORWARDS = 2
+"""Forwards after which units read nothing anew before a call: the second one copies what objects
+in modules hold, such as the scales of quantized weights, which has only to be looked at later."""
+
 EMBEDDING, HEAD, AFTER = "embedding", "head", "embedding backward"
 """Names of the intervals outside units."""
 
@@ -130,6 +134,7 @@ class TracedModel:
         self._engine = Engine(self.model, patterns, trust=["*"])
         self.num_units = len(self._engine.units)
         self._known: set[Action] = set()
+        self._is_warm = False
 
     def run(
         self,
@@ -153,9 +158,8 @@ class TracedModel:
         parameters = list(self.model.parameters())
         for parameter in parameters:
             parameter.grad = None
-        eight_bits = accelerators_8_bits() if self._places.takes_memory else nullcontext()
-        with self._fake_mode, on_real_path(), eight_bits:
-            fakes = {name: self._twins.fake(tensor) for name, tensor in batch.items()}
+        with self._in_force():
+            fakes = self._fakes(batch)
             if accumulates:
                 for parameter in parameters:
                     if parameter.requires_grad:
@@ -189,10 +193,27 @@ class TracedModel:
 
     def _warm_up(self, actions: Sequence[Action], batch: Batch) -> None:
         """Lets units learn what they learn from a call, which later calls then do otherwise."""
+        if not self._is_warm:
+            self._is_warm = True
+            self._apply([Keep()] * len(actions))
+            for _ in range(WARMING_FORWARDS):
+                with self._in_force():
+                    fakes = self._fakes(batch)
+                    with self._twins:
+                        self._forward(fakes)
         new = {action for action in actions if isinstance(action, Selective)} - self._known
-        if new or not self._known:
-            self._known |= {*new, Keep()}
+        if new:
+            self._known |= new
             self.run(actions, batch, accumulates=False)
+
+    @contextmanager
+    def _in_force(self) -> Iterator[None]:
+        eight_bits = accelerators_8_bits() if self._places.takes_memory else nullcontext()
+        with self._fake_mode, on_real_path(), eight_bits:
+            yield
+
+    def _fakes(self, batch: Batch) -> Batch:
+        return {name: self._twins.fake(tensor) for name, tensor in batch.items()}
 
     def _apply(self, actions: Sequence[Action]) -> None:
         """Puts actions in force, with a place for what they move that holds nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from rematic.memory.storages import LiveStorages
+from rematic.quiet_import import import_quietly
 from rematic.stash.handle import StoredTensor, give_out, not_loaded
 from rematic.stash.layout import Span, spans_of
 from rematic.stash.stash import MIN_BYTES, Handle
@@ -276,7 +276,7 @@ def _fills(shape: torch.Size, stride: tuple[int, ...], num_elements: int) -> boo
 
 def _bitsandbytes() -> Any:  # noqa: ANN401 - an optional module
     try:
-        return importlib.import_module("bitsandbytes.functional")
+        return import_quietly("bitsandbytes.functional")
     except ImportError as error:
         raise ValueError(
             f"compress needs bitsandbytes, which cannot be imported ({error}): expected version "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
+
+from rematic.quiet_import import import_quietly
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
@@ -18,7 +19,7 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> ModuleType:
         ValueError: It is not installed.
     """
     try:
-        return importlib.import_module(module)
+        return import_quietly(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise ValueError(

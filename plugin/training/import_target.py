@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
+from rematic.quiet_import import import_quietly
 from rematic.recipes.errors import nearest
 
 ALLOWED_MODULES = ("torch.optim", "bitsandbytes.optim")
@@ -32,7 +31,7 @@ def import_target(path: str, *, base: type, key: str, allow_code: bool) -> type:
             "rematic train --allow-code"
         )
     try:
-        module = importlib.import_module(module_name)
+        module = import_quietly(module_name)
     except ImportError as error:
         raise ValueError(
             f"{key} is {path!r}, but {module_name} cannot be imported ({error}); expected the "

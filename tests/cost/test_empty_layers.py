@@ -6,7 +6,8 @@ import torch
 from rematic.cost import TraceSettings, language_model_batch, trace_profile, trace_recipe
 from rematic.cost.fake_model import quantization_tensors
 from rematic.cost.recipe_model import empty_recipe_model
-from rematic.recipes import ModelConfig, QuantizationConfig, Recipe, TuningConfig
+from rematic.cost.step_trace import TracedModel
+from rematic.recipes import ModelConfig, QuantizationConfig, Recipe, TuningConfig, load_recipe
 from rematic.training.model_config import build_config
 from rematic.training.prepared_model import prepare_model
 
@@ -92,3 +93,18 @@ def test_layers_in_8_bits_are_traced_as_on_a_gpu():
     assert costs.fixed.weights > packed + rest
     assert costs.fixed.weights < 1.2 * (packed + rest)
     assert "bitsandbytes::int8_scaled_mm" in {op.name for op in costs.classes[0].ops}
+
+
+@pytest.mark.parametrize("name", ["tiny-cpu-qlora", "tiny-cpu-int8"])
+def test_quantized_layers_take_one_path_at_the_shortest_lengths(name, monkeypatch):
+    """What engines learn of their scales in the first calls is learned before anything counts."""
+    lengths = []
+    run = TracedModel.run
+
+    def counted(self, actions, batch, **options):
+        lengths.append(batch["input_ids"].shape[1])
+        return run(self, actions, batch, **options)
+
+    monkeypatch.setattr(TracedModel, "run", counted)
+    trace_recipe(load_recipe(name), on_accelerator=False, actions=())
+    assert lengths == [32, 64, 96, 32, 64]
