@@ -9,6 +9,8 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[a-zA-Z]*)")
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES_OF_UNIT = {unit.lower(): size for unit, size in {"B": 1, **_DECIMAL, **_BINARY}.items()}
+MOST = 2**63 - 1
+"""Most bytes that a size may stand for: what 64 bits address."""
 _EXPECTED = "expected a size above zero, such as '20GiB', '350 MB' or a whole number of bytes"
 
 
@@ -20,7 +22,7 @@ def parse_bytes(text: str | int) -> int:
             TiB (powers of 1024), in upper or lower case, or a whole number of bytes.
 
     Raises:
-        ValueError: If it is no size above zero, or its unit is none of these.
+        ValueError: If it is no size above zero, is over 8 EiB, or its unit is none of these.
 
     Examples:
         >>> parse_bytes("1.5GiB")
@@ -35,6 +37,8 @@ def parse_bytes(text: str | int) -> int:
     size_bytes = text if isinstance(text, int) else _read(text)
     if size_bytes <= 0:
         raise ValueError(f"not a usable byte size: {text!r} is {size_bytes} bytes; {_EXPECTED}")
+    if size_bytes > MOST:
+        raise ValueError(f"not a usable byte size: {str(text)[:40]!r} is over 8 EiB; {_EXPECTED}")
     return size_bytes
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import gc
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,10 @@ ROW_OF_START = {
 """Rows of a forecast that are what a recipe starts with; the others are given to `planned`."""
 
 
+MOST = 2**31 - 1
+"""Most tokens of a sequence, and sequences of a batch, that are planned."""
+
+
 def run_plan(arguments: argparse.Namespace) -> int:
     """Prints, per length, what a step needs and takes under each policy.
 
@@ -38,31 +44,37 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """
     factory = arguments.recipe if _is_factory(arguments.recipe) else None
     recipe = load_recipe("auto" if factory else arguments.recipe, arguments.overrides)
+    if factory is not None:
+        _refuse_unread(recipe, factory)
     lengths = parse_lengths(arguments.lengths, longest=recipe.data.max_length)
     budget = recipe.memory.budget if arguments.budget is None else parse_budget(arguments.budget)
     plot = None if arguments.plot is None else _plot_path(arguments.plot)
-    if arguments.batch is not None and arguments.batch < 1:
-        raise ValueError(f"--batch is {arguments.batch}; expected a number of sequences from 1 on")
+    if arguments.batch is not None and not 1 <= arguments.batch <= MOST:
+        raise ValueError(
+            f"--batch is {arguments.batch}; expected a number of sequences from 1 to {MOST}"
+        )
     with _without_collections():
         # Only now what takes seconds to import.
         from rematic.cli.plan_plot import draw
         from rematic.cli.plan_report import format_plan
 
         report = _plan(recipe, arguments, lengths=lengths, budget=budget, factory=factory)
-    if plot is not None:
-        plot.write_text(draw(report.forecasts[-1]), "utf-8")
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else format_plan(report))
+    if plot is not None:
+        _write_plot(plot, draw(report.forecasts[-1]))
     return DONE
 
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Leaves the collector of cycles off in the body.
+    """Leaves the collector of cycles off in the body, and when the process ends.
 
-    It would look at all that is imported and traced again and again: a fifth of the command's time.
+    It would look at all that is imported and traced again and again: a third of the command's time.
     """
     was_on = gc.isenabled()
     gc.disable()
+    atexit.unregister(gc.freeze)  # once is enough
+    atexit.register(gc.freeze)
     try:
         yield
     finally:
@@ -79,17 +91,20 @@ def _plan(
     factory: str | None,
 ) -> PlanReport:
     """Traces the recipe's model and judges every policy at every length."""
-    from rematic.cli.plan_report import PlanReport
+    from rematic.cli.plan_report import PlanReport, usable_bytes_of
     from rematic.cost import trace_recipe
     from rematic.cost.roofline import pace_of
     from rematic.planner import POLICIES, Terms, forecast_step, longest_length
 
     device = _device(arguments.device or recipe.planned_on.device)
     budget_bytes = budget_of(budget, device)
-    usable_bytes = int(budget_bytes * (1 - recipe.memory.reserve))
+    usable_bytes = usable_bytes_of(budget_bytes, recipe.memory.reserve)
+    positions = None if factory is not None else _positions_of(recipe)
     limit = max(lengths)
+    if arguments.lengths is not None:
+        _check_lengths(limit, positions=positions)
     if arguments.max_length:
-        limit = 4 * limit if factory else _longest_of_interest(recipe, lengths)
+        limit = 4 * limit if positions is None else max(limit, positions)
     batch, padded = arguments.batch or recipe.data.batch_size, arguments.padded
     on_gpu = device.name != "cpu"
     if factory is None:
@@ -105,7 +120,13 @@ def _plan(
         from rematic.cost.factory_profile import trace_factory
 
         profile = trace_factory(
-            factory, recipe, on_accelerator=on_gpu, batch=batch, padded=padded, max_length=limit
+            factory,
+            recipe,
+            on_accelerator=on_gpu,
+            batch=batch,
+            padded=padded,
+            max_length=limit,
+            actions=actions_to_plan(recipe),
         )
     pace = pace_of(device)
 
@@ -121,7 +142,7 @@ def _plan(
         recipe=factory or recipe.name,
         device=device,
         budget_bytes=budget_bytes,
-        usable_bytes=usable_bytes,
+        reserve=recipe.memory.reserve,
         forecasts=tuple(forecast_step(costs_at(length), pace, terms) for length in lengths),
         longest={policy: longest(policy) for policy in POLICIES} if arguments.max_length else None,
         longest_limit=limit,
@@ -134,6 +155,17 @@ def _is_factory(name: str) -> bool:
     module, colon, attribute = name.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
     return bool(colon) and all(part.isidentifier() for part in parts)
+
+
+def _refuse_unread(recipe: Recipe, factory: str) -> None:
+    """Refuses what would have no effect on a model that a factory makes."""
+    written = load_recipe("auto")
+    for section in ("model", "tuning", "quantization"):
+        if getattr(recipe, section) != getattr(written, section):
+            raise ValueError(
+                f"{section} says how the model of a recipe is made, and {factory} makes its own; "
+                f"expected nothing of it: remove what replaces values of {section}"
+            )
 
 
 def parse_lengths(text: str | None, *, longest: int) -> list[int]:
@@ -150,11 +182,12 @@ def parse_lengths(text: str | None, *, longest: int) -> list[int]:
 
 def _length(text: str) -> int:
     digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    if not digits.isdecimal() or int(digits) * factor < 2:
+    length = int(digits) * factor if digits.isdecimal() and len(digits) < 20 else 0
+    if not 2 <= length <= MOST:
         raise ValueError(
-            f"the length {text!r} cannot be read; expected tokens, at least 2, such as 4096 or 4k"
+            f"the length {text!r} cannot be read; expected tokens, 2 to {MOST}, such as 4096 or 4k"
         )
-    return int(digits) * factor
+    return length
 
 
 def budget_of(budget: Budget, device: Device) -> int:
@@ -190,12 +223,22 @@ def _device(name: str | None) -> Device:
     return local_cpu()
 
 
-def _longest_of_interest(recipe: Recipe, lengths: Sequence[int]) -> int:
-    """Returns as many tokens as the model has positions for, or four times what is asked for."""
+def _positions_of(recipe: Recipe) -> int | None:
+    """Returns how many tokens the model has positions for; None where its config does not say."""
     from rematic.training.model_config import build_config
 
-    positions = getattr(build_config(recipe.model, max_length=1), "max_position_embeddings", None)
-    return max(positions, *lengths) if isinstance(positions, int) else 4 * max(lengths)
+    config = build_config(recipe.model, max_length=1).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def _check_lengths(longest: int, *, positions: int | None) -> None:
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"--lengths asks for {longest} tokens, but the model has positions for {positions}; "
+            f"expected at most that: write --lengths {positions}, or raise "
+            "model.config.max_position_embeddings"
+        )
 
 
 def actions_to_plan(recipe: Recipe) -> tuple[Action, ...]:
@@ -260,9 +303,27 @@ def _notes(recipe: Recipe, device: Device, budget_bytes: int) -> tuple[str, ...]
 
 def _plot_path(written: str) -> Path:
     path = Path(written)
+    problem = None
     if not path.parent.is_dir():
-        raise ValueError(
-            f"the plot {written} cannot be written: there is no folder {path.parent}; expected a "
-            "file in a folder that exists"
-        )
+        problem = f"there is no folder {path.parent}"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "nobody here may write there"
+    if problem is not None:
+        raise ValueError(_cannot_write(path, problem))
     return path
+
+
+def _write_plot(path: Path, drawn: str) -> None:
+    try:
+        path.write_text(drawn, "utf-8")
+    except OSError as error:
+        raise ValueError(_cannot_write(path, str(error))) from error
+
+
+def _cannot_write(path: Path, problem: str) -> str:
+    return (
+        f"the plot {path} cannot be written: {problem}; expected a file in a folder that exists "
+        "and can be written to"
+    )

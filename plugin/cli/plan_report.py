@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rematic.byte_sizes import format_bytes
-from rematic.cost.devices import Device
+from rematic.cost.devices import MIB, Device
 from rematic.journal.table import text_table
 from rematic.planner import Forecast, Peak, PolicyForecast, advice_of, where_of
 
@@ -23,6 +24,16 @@ HEADERS = (
 )
 
 
+def usable_bytes_of(budget_bytes: int, reserve: float) -> int:
+    """Returns the bytes of a budget that plans may use.
+
+    Args:
+        budget_bytes: Bytes that may be in use.
+        reserve: Share of them that plans leave unused.
+    """
+    return int(budget_bytes * (1 - reserve))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """The whole answer."""
@@ -36,8 +47,8 @@ class PlanReport:
     budget_bytes: int
     """Bytes that may be in use."""
 
-    usable_bytes: int
-    """Those without the reserve."""
+    reserve: float
+    """Share of them that plans leave unused."""
 
     forecasts: tuple[Forecast, ...]
     """By rising length."""
@@ -51,6 +62,18 @@ class PlanReport:
     notes: tuple[str, ...] = ()
     """What a reader should know."""
 
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that plans may use."""
+        return usable_bytes_of(self.budget_bytes, self.reserve)
+
+    def smallest_budget_bytes(self, forecast: Forecast) -> int:
+        """The smallest budget that any plan of a step fits into."""
+        budget_bytes = math.ceil(forecast.smallest_bytes / (1 - self.reserve))
+        while usable_bytes_of(budget_bytes, self.reserve) < forecast.smallest_bytes:
+            budget_bytes += max(1, budget_bytes >> 50)  # what a float tells apart
+        return budget_bytes
+
     def to_dict(self) -> dict[str, object]:
         """Returns it as dictionaries, lists, strings and numbers."""
         return {
@@ -62,7 +85,13 @@ class PlanReport:
             },
             "budget_bytes": self.budget_bytes,
             "usable_bytes": self.usable_bytes,
-            "lengths": [_forecast_to_dict(forecast) for forecast in self.forecasts],
+            "lengths": [
+                {
+                    **_forecast_to_dict(forecast),
+                    "smallest_budget_bytes": self.smallest_budget_bytes(forecast),
+                }
+                for forecast in self.forecasts
+            ],
             "longest": None if self.longest is None else dict(self.longest),
             "longest_limit": self.longest_limit,
             "notes": list(self.notes),
@@ -80,6 +109,9 @@ def format_plan(report: PlanReport) -> str:
     ]
     for forecast in report.forecasts:
         lines += ["", *_length_lines(forecast)]
+        if not forecast.planned.fits:
+            smallest = -(-report.smallest_budget_bytes(forecast) // MIB)
+            lines.append(f"no plan fits: the smallest budget that is enough is {smallest}MiB")
     if report.longest is not None:
         lines += ["", f"longest sequence that fits (up to {report.longest_limit} tokens)"]
         rows = [[policy, str(length)] for policy, length in report.longest.items()]

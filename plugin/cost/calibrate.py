@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -102,9 +103,12 @@ def _seconds(work: Callable[[], object]) -> float:
 def _read() -> dict[str, float] | None:
     try:
         rates = json.loads(cache_path().read_text("utf-8"))[_key()]
-        return {name: float(rates[name]) for name in FIGURES}
+        read = {name: float(rates[name]) for name in FIGURES}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there yet, or no longer readable: measured again
+    lowest = {"replay": 0.0, "selective": 0.0}  # seconds, which may be too few to be measured
+    is_usable = all(lowest.get(name, 1.0) <= value < math.inf for name, value in read.items())
+    return read if is_usable else None
 
 
 def _measure_and_write() -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -47,10 +48,6 @@ def trace_recipe(
 
     longest = recipe.data.max_length if max_length is None else max_length
     empty = empty_recipe_model(recipe, max_length=longest)
-    training, processes = recipe.training, recipe.distributed
-    is_sharded = processes.strategy == "fsdp2" and processes.devices > 1
-    accumulates = training.accumulate > 1
-    weights = [*empty.model.parameters()]
     settings = TraceSettings(
         loss=_loss,
         make_batch=_make_batch(recipe),
@@ -58,22 +55,43 @@ def trace_recipe(
         batch=batch,
         padded=tuple(padded),
         max_length=longest,
+        on_accelerator=on_accelerator,
+        tile_tokens=0 if empty.has_tiled_loss else None,
+    )
+    return trace_as_trained(empty.model, recipe, settings)
+
+
+def trace_as_trained(model: nn.Module, recipe: Recipe, settings: TraceSettings) -> StepProfile:
+    """Returns what a step of a model costs each process that trains it as a recipe says.
+
+    Args:
+        model: The whole model, without weights.
+        recipe: Its sections on training, processes and units count.
+        settings: How it is run; what these sections say of it is filled in.
+
+    Raises:
+        ValueError: If nothing is known of the optimizer, or the model cannot be traced.
+    """
+    training, processes = recipe.training, recipe.distributed
+    is_sharded = processes.strategy == "fsdp2" and processes.devices > 1
+    accumulates = training.accumulate > 1
+    weights = [*model.parameters()]
+    filled_in = replace(
+        settings,
         patterns=tuple(recipe.policy.units),
         autocast=torch.bfloat16 if training.precision == "bf16" else None,
         accumulates=accumulates and not is_sharded,
         gradient_buckets="copies" if processes.strategy == "ddp" else "none",
-        on_accelerator=on_accelerator,
-        tile_tokens=0 if empty.has_tiled_loss else None,
         optimizer=recipe_optimizer_bytes(
             training,
             parts_of(weights, processes.devices) if is_sharded else weights,
-            on_accelerator=on_accelerator,
+            on_accelerator=settings.on_accelerator,
         ),
     )
-    profile = trace_profile(empty.model, settings)
+    profile = trace_profile(model, filled_in)
     if not is_sharded:
         return profile
-    groups = shard_groups(empty.model, profile.unit_names, num_parts=processes.devices)
+    groups = shard_groups(model, profile.unit_names, num_parts=processes.devices)
     return sharded(profile, groups, accumulates=accumulates)
 
 

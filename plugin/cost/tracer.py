@@ -34,6 +34,9 @@ GradientBuckets: TypeAlias = Literal["none", "copies", "views"]
 LOSSLESS: tuple[Action, ...] = (Keep(), Recompute(), RecomputeOffload(), Offload())
 """What is traced unless other actions are named."""
 
+MOST_TRACED = 256
+"""Most sequences of a batch that is traced as it is."""
+
 _STEPS = (32, 64, 96)
 _FALLBACK_STEPS = (256, 384, 512)
 
@@ -135,7 +138,10 @@ def trace_profile(model: nn.Module, settings: TraceSettings) -> StepProfile:
 
 
 def _batch_grids(batch: int | None) -> tuple[tuple[int, ...], ...]:
-    return ((1,), (2, 3)) if batch is None else ((batch,),)
+    if batch is None:
+        return ((1,), (2, 3))
+    # masks are real tensors, so of very many sequences a few are traced
+    return ((batch,),) if batch <= MOST_TRACED else ((2, 3),)
 
 
 def _bounds(

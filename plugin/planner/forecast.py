@@ -62,6 +62,9 @@ class Forecast:
     policies: tuple[PolicyForecast, ...]
     """By policy, from none to the planner's own."""
 
+    smallest_bytes: int
+    """The lowest peak of any plan that keeps to the terms: what the budget has to be at least."""
+
     without_head_bytes: int
     """The planner's peak if head and loss needed nothing: how far a tiled loss can bring it."""
 
@@ -164,6 +167,7 @@ def forecast_step(costs: StepCosts, pace: Pace, terms: Terms) -> Forecast:
         budget_bytes=terms.budget_bytes,
         fixed=costs.fixed,
         policies=tuple(rows),
+        smallest_bytes=peak_of(problem, smallest_assignment(problem)).total,
         without_head_bytes=peak_of(headless, assignment).total,
     )
 

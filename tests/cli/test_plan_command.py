@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -57,6 +58,31 @@ def test_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> Non
     assert longest["recompute all"] <= longest["planned"]
 
 
+def _fields(value: object) -> Iterator[str]:
+    """Names of an object's fields and of those inside it; plans are by action, rows by policy."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _fields(one)
+    elif isinstance(value, dict):
+        yield from value
+        for name, one in value.items():
+            if name not in ("plan", "longest"):
+                yield from _fields(one)
+
+
+def test_every_field_is_documented_and_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "tiny-cpu", *SMALL, "--device", "l4", "--lengths", "64", "--max-length"]
+    assert main([*argv, "--json"]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    report = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text("utf-8")
+    told = page.partition("## The figures as JSON")[2].partition("\n## ")[0]
+    assert {name for name in _fields(report) if f"`{name}`" not in told} == set()
+
+
 def test_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = tmp_path / "step.svg"
     argv = ["plan", "tiny-cpu", *SMALL, "--device", "l4", "--batch", "2", "--budget", "4GiB"]
@@ -79,11 +105,20 @@ def test_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["--device", "a101"], "unknown device 'a101': expected cpu or one of t4"),
         (["--lengths", "4k,many"], "the length 'many' cannot be read; expected tokens"),
         (["--device", "cpu", "--budget", "0.9"], "the memory of a CPU is also for others"),
-        (["--lengths", "2k", "--device", "l4"], "the model has positions for 512 tokens"),
+        (
+            ["--lengths", "2k", "--device", "l4"],
+            "--lengths asks for 2048 tokens, but the model has positions for 512; expected at most",
+        ),
+        (["--lengths", "9" * 30], f"the length '{'9' * 30}' cannot be read; expected tokens, 2 to"),
         (["--budget", "20G"], "write '20GiB'"),
-        (["--batch", "0"], "--batch is 0; expected a number of sequences from 1 on"),
+        (["--batch", "0"], "--batch is 0; expected a number of sequences from 1 to 2147483647"),
+        (["--batch", "3000000000"], "--batch is 3000000000; expected a number of sequences"),
+        (["--plot", "."], "the plot . cannot be written: it is a folder; expected a file"),
     ],
-    ids=["device", "length", "share of a CPU", "positions", "budget", "batch"],
+    ids=[
+        *("device", "length", "share of a CPU", "positions", "too long", "budget", "batch"),
+        *("too many", "folder"),
+    ],
 )
 def test_says_what_cannot_be_planned(
     capsys: pytest.CaptureFixture[str], argv: list[str], message: str
@@ -133,10 +168,68 @@ def test_the_collector_of_cycles_is_off_while_it_plans(
     assert gc.isenabled()
 
 
-def test_a_plot_needs_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plot_needs_a_folder_that_can_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     argv = ["plan", "tiny-cpu", *SMALL, "--device", "l4", "--lengths", "64"]
     assert main([*argv, "--plot", str(tmp_path / "none" / "step.svg")]) == 2
     assert "cannot be written: there is no folder" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert main([*argv, "--plot", str(tmp_path / "step.svg")]) == 2
+    assert "cannot be written: nobody here may write there" in capsys.readouterr().err
+
+
+def test_figures_are_printed_although_the_plot_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    argv = ["plan", "tiny-cpu", *SMALL, "--device", "l4", "--lengths", "64", "--json"]
+    assert main([*argv, "--plot", str(tmp_path / "step.svg")]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["lengths"][0]["length"] == 64
+    assert "cannot be written: [Errno 28] No space left on device" in captured.err
+
+
+def test_where_nothing_fits_the_smallest_budget_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["plan", "tiny-cpu", *SMALL, "--device", "cpu", "--lengths", "256"]
+
+    def planned(budget: int) -> tuple[bool, int]:
+        assert main([*argv, "--budget", str(budget), "--json"]) == 0
+        (step,) = json.loads(capsys.readouterr().out)["lengths"]
+        return step["policies"][-1]["fits"], step["smallest_budget_bytes"]
+
+    fits, smallest = planned(1024)
+    assert not fits
+    assert planned(smallest) == (True, smallest)
+    assert planned(smallest - 1) == (False, smallest)
+    assert main([*argv, "--budget", "1KiB"]) == 0
+    said = f"no plan fits: the smallest budget that is enough is {-(-smallest // 2**20)}MiB\n"
+    assert capsys.readouterr().out.endswith(said)
+
+
+@pytest.mark.parametrize("budget", ["6MiB", "7MiB"])
+def test_a_step_of_the_longest_sequence_fits_and_a_longer_one_does_not(
+    capsys: pytest.CaptureFixture[str], budget: str
+) -> None:
+    argv = ["plan", "tiny-cpu", *SMALL, "--device", "cpu", "--budget", budget, "--json"]
+    assert main([*argv, "--lengths", "64", "--max-length"]) == 0
+    longest = json.loads(capsys.readouterr().out)["longest"]
+    edges = sorted({length + more for length in longest.values() for more in (0, 1)} - {0, 1, 513})
+    assert main([*argv, "--lengths", ",".join(map(str, edges))]) == 0
+    fits = {
+        (step["length"], row["policy"]): row["fits"]
+        for step in json.loads(capsys.readouterr().out)["lengths"]
+        for row in step["policies"]
+    }
+    for policy, length in longest.items():
+        assert length < 2 or fits[length, policy]
+        assert length > 511 or length < 1 or not fits[length + 1, policy]
+    assert 1 < longest["keep all"] < longest["planned"] <= 512
 
 
 def test_reads_lengths() -> None:

@@ -37,6 +37,16 @@ def test_a_damaged_cache_is_measured_again(monkeypatch, cache, text):
     assert RATES in json.loads(cache.read_text()).values()
 
 
+@pytest.mark.parametrize("damaged", [0.0, -1.0, float("nan"), float("inf"), None, "much"])
+@pytest.mark.parametrize("name", ["float32", "bytes"])
+def test_rates_that_no_cpu_has_are_measured_again(monkeypatch, cache, name, damaged):
+    cache.parent.mkdir(parents=True)
+    cache.write_text(json.dumps({calibrate._key(): {**RATES, name: damaged}}))
+    monkeypatch.setattr(calibrate, "measure", lambda: RATES)
+    device = calibrate.local_cpu()
+    assert (device.rate("float32"), device.bytes_per_second) == (2e10, 4e9)
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, cache):
     cache.parent.write_text("a file where the folder should be")
     monkeypatch.setattr(calibrate, "measure", lambda: RATES)

@@ -55,6 +55,35 @@ def no_loss():
     return stack, make_batch
 
 
+def broken():
+    raise KeyError("width")
+
+
+def wants(width):
+    return Stack()
+
+
+def three():
+    return Stack(), make_batch, 3
+
+
+def text_batch():
+    return Stack(), lambda batch, length: "text"
+
+
+def failing_batch():
+    return Stack(), lambda batch: None
+
+
+class Alone(Module):
+    def training_step(self, batch, batch_idx):
+        return self.stack(batch) * self.trainer.current_epoch
+
+
+def alone():
+    return Alone(), make_batch
+
+
 NUMBER = 1
 """
 
@@ -91,9 +120,53 @@ def test_a_factory_is_planned_like_a_recipe(capsys):
     [
         ("text", "returned a str; expected an nn.Module"),
         ("no_loss", "returned no loss of one number"),
-        ("missing", "cannot be imported"),
+        ("missing", "cannot be imported (AttributeError: module 'made_here' has no attribute"),
+        ("broken", "failed when it was called with nothing: KeyError: 'width' ("),
+        ("wants", "failed when it was called with nothing: TypeError: wants() missing 1 required"),
+        ("three", "returned a tuple of (Stack, function, int); expected an nn.Module, or a pair"),
+        ("text_batch", "a batch of made_here:text_batch holds a str; expected a tensor, or a list"),
+        ("failing_batch", "failed when it made a batch of 1 x 32: TypeError: "),
+        ("alone", "failed in a step: RuntimeError: Alone"),
         ("NUMBER", "is a int; expected a function or a class"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(name, text, capsys):
     assert text in plan(name, capsys)
+
+
+def test_an_error_in_a_users_code_is_told_with_its_line(capsys):
+    lines = MADE.splitlines()
+    number = 1 + lines.index("        return self.stack(batch) * self.trainer.current_epoch")
+    assert f"made_here.py, line {number}); expected an nn.Module" in plan("alone", capsys)
+
+
+@pytest.mark.parametrize("text", ["def f(:", "raise ZeroDivisionError", "import not_there_at_all"])
+def test_a_module_that_does_not_load_is_refused(text, tmp_path, capsys):
+    (tmp_path / "not_loading.py").write_text(text, "utf-8")
+    assert main(["plan", "not_loading:model", "--device", "t4"]) == 2
+    assert "not_loading:model cannot be imported (" in capsys.readouterr().err
+
+
+def test_its_model_is_sharded_as_the_recipe_says(capsys):
+    sharded = ["distributed.strategy=fsdp2", "distributed.devices=3"]
+    whole, part = plan("stack", capsys), plan("stack", capsys, *sharded)
+    weights = [one["lengths"][0]["weights_bytes"] for one in (whole, part)]
+    rows = 3 * (22 * 32 + 22 + 11 * 64 + 11) * 4  # the first of three holds 22 of 64, 11 of 32
+    assert weights == [3 * (32 * 64 + 64 + 64 * 32 + 32) * 4, rows]
+    assert part["notes"] == ["figures are those of each of 3 devices (fsdp2)"]
+
+
+@pytest.mark.parametrize("value", ["tuning.method=lora", "model.type=llama"])
+def test_what_it_would_not_read_is_refused(value, capsys):
+    section = value.partition(".")[0]
+    assert f"{section} says how the model of a recipe is made, and made_here:stack" in plan(
+        "stack", capsys, value
+    )
+
+
+def test_its_tensors_move_only_where_a_place_is_named(capsys, tmp_path):
+    small = ["--lengths", "64,2048", "--budget", "100KiB", "training.optimizer=sgd"]
+    stays = plan("stack", capsys, *small)["lengths"][1]["policies"][-1]["plan"]
+    moves = plan("stack", capsys, *small, f"memory.scratch_dir={tmp_path}")
+    assert set(stays) <= {"keep", "selective", "recompute"}
+    assert "recompute+offload" in moves["lengths"][1]["policies"][-1]["plan"]
