@@ -15,6 +15,9 @@ from rematic.recipes.field_checks import (
     true_or_false,
 )
 
+_SAID_ELSEWHERE = frozenset({"params", "lr", "weight_decay"})
+"""Arguments of optimizers that other keys of a recipe give."""
+
 AdamWName: TypeAlias = Literal["adamw", "adamw-8bit", "paged-adamw", "paged-adamw-8bit"]
 
 
@@ -106,6 +109,13 @@ class TargetOptimizerConfig:
             remedy="write for example torch.optim.RMSprop",
         )
         plain_mapping(self, "options")
+        require(
+            self,
+            "options",
+            not _SAID_ELSEWHERE & self.options.keys(),
+            expected=f"none of {', '.join(sorted(_SAID_ELSEWHERE))}, which are not options",
+            remedy="write training.learning_rate and training.weight_decay",
+        )
 
 
 OptimizerConfig: TypeAlias = AdamWConfig | AdafactorConfig | SGDConfig | TargetOptimizerConfig

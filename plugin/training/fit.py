@@ -76,6 +76,12 @@ class Job:
         return steps if training.max_steps is None else min(steps, training.max_steps)
 
 
+def trains_on_cpu(recipe: Recipe) -> bool:
+    """Whether a recipe is trained on the CPU: it says so, or there is nothing else."""
+    wanted = recipe.memory.heap_cap or recipe.memory.probe in ("host", "simulated")
+    return wanted or not torch.accelerator.is_available()
+
+
 class Fit:
     """One fit of a job.
 
@@ -176,9 +182,7 @@ class Fit:
 
     @property
     def _on_cpu(self) -> bool:
-        memory = self._job.recipe.memory
-        wanted = memory.heap_cap or memory.probe in ("host", "simulated")
-        return wanted or not torch.accelerator.is_available()
+        return trains_on_cpu(self._job.recipe)
 
     def _probe(self) -> HostProbe | None:
         """Made before a checkpoint is loaded, whose bytes would count as the interpreter's."""

@@ -39,9 +39,13 @@ def import_target(path: str, *, base: type, key: str, allow_code: bool) -> type:
         ) from error
     found = getattr(module, name, None)
     if not isinstance(found, type) or not issubclass(found, base):
-        known = [each for each in dir(module) if not each.startswith("_")]
+        known = [each for each, kind in vars(module).items() if _is_public(each, kind, base)]
         raise ValueError(
             f"{key} is {path!r}, which is no {base.__name__}{nearest(name, known)}; expected the "
             f"import path of a subclass of {base.__module__}.{base.__name__}"
         )
     return found
+
+
+def _is_public(name: str, found: object, base: type) -> bool:
+    return not name.startswith("_") and isinstance(found, type) and issubclass(found, base)

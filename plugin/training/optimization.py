@@ -97,22 +97,69 @@ def _target(config: TargetOptimizerConfig, *, allow_code: bool) -> Callable[...,
     def build(groups: list[dict[str, Any]], lr: float) -> Any:  # noqa: ANN401 - any optimizer
         try:
             return kind(groups, lr=lr, **config.options)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"training.optimizer.options does not fit {config._target_} ({error}); expected "
-                "keyword arguments that it takes"
-            ) from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(_misfit(config, error)) from error
 
     return build
 
 
-def check_optimizer(training: TrainingConfig, *, allow_code: bool) -> None:
-    """Builds the optimizer over a number, before anything is loaded.
+def _misfit(config: TargetOptimizerConfig, error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    given = f" with the options {dict(config.options)}" if config.options else ""
+    return (
+        f"training.optimizer: {config._target_}{given} cannot train this recipe "
+        f"({type(error).__name__}: {text}); expected an optimizer of matrices and vectors, in "
+        "groups of their own weight decay, that steps by gradients alone, and options that it takes"
+    )
+
+
+def check_optimizer(
+    training: TrainingConfig,
+    *,
+    allow_code: bool,
+    has_vectors: bool = True,
+    device: torch.device | None = None,
+) -> None:
+    """Builds the optimizer over a matrix and a vector, before anything is loaded.
+
+    One that is named by its import path also takes a step.
+
+    Args:
+        training: The training section of a recipe.
+        allow_code: Whether `_target_` may name a class outside the allow-list.
+        has_vectors: Whether vectors are trained too; adapters have matrices only.
+        device: Where it is trained; None: on the CPU.
 
     Raises:
-        ValueError: As `build_optimizer`.
+        ValueError: As `build_optimizer`, or the optimizer cannot take a step.
     """
-    build_optimizer([nn.Parameter(torch.zeros(1))], training, allow_code=allow_code)
+    shapes = ((2, 2), (2,)) if has_vectors else ((2, 2),)
+    weights = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+    optimizer = build_optimizer(weights, training, allow_code=allow_code)
+    if not isinstance(training.optimizer, TargetOptimizerConfig):
+        return
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    try:
+        optimizer.step()
+    except Exception as error:  # of whatever class it is
+        raise ValueError(_misfit(training.optimizer, error)) from error
+
+
+def restate_rates(optimizer: Optimizer, schedule: LambdaLR, training: TrainingConfig) -> None:
+    """Lets rate and weight decay be those of the recipe, not those that a checkpoint brought.
+
+    Args:
+        optimizer: One that `build_optimizer` made, after its state was loaded.
+        schedule: Its schedule, likewise; its position stays.
+        training: The training section of the recipe that is trained on.
+    """
+    rate, step = training.learning_rate, schedule.last_epoch
+    schedule.base_lrs = [rate] * len(optimizer.param_groups)
+    for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+        group["initial_lr"], group["lr"] = rate, rate * factor(step)
+        is_matrices = any(p.ndim >= 2 for p in group["params"])
+        group["weight_decay"] = training.weight_decay if is_matrices else 0.0
 
 
 def build_schedule(

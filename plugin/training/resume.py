@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
 from rematic.journal import read_journal
 from rematic.recipes import Recipe, load_recipe
 from rematic.training.documents import Corpus
@@ -73,6 +79,45 @@ def check_resumable(directory: RunDirectory, recipe: Recipe, *, corpus: Corpus) 
             "documents (the embedded ones differ between Python versions): restore them, or train "
             "anew without --resume"
         )
+
+
+def check_checkpoint(directory: RunDirectory, model: nn.Module) -> None:
+    """Refuses a checkpoint that is damaged, or of other weights than a recipe trains.
+
+    Args:
+        directory: The run.
+        model: The model of the recipe as it is trained; its weights need not exist.
+
+    Raises:
+        ValueError: The checkpoint cannot be used.
+    """
+    saved = _read_checkpoint(directory)["state_dict"]
+    for name, parameter in model.named_parameters():
+        shape = getattr(saved.get(f"model.{name}"), "shape", None)
+        if parameter.requires_grad and shape != parameter.shape:
+            has = "it lacks" if shape is None else f"it has {tuple(shape)} for"
+            raise ValueError(
+                f"{directory.checkpoint} is not of this model: {has} {name}, which is "
+                f"{tuple(parameter.shape)}; expected the checkpoint of this run: put it back, or "
+                "train anew without --resume"
+            )
+
+
+def _read_checkpoint(directory: RunDirectory) -> Mapping[str, Any]:
+    try:
+        # as a map of the file: what is not looked at is not read
+        found = torch.load(directory.checkpoint, map_location="cpu", mmap=True, weights_only=True)
+        missing = sorted({"state_dict", "optimizer_states", "lr_schedulers", "loops"} - set(found))
+        reason = f"it has no {missing[0]}" if missing else ""
+    except Exception as error:  # of torch, pickle, zipfile and the file system alike
+        found, reason = {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if reason:
+        raise ValueError(
+            f"{directory.checkpoint} cannot be resumed from ({reason}); expected a checkpoint as "
+            "rematic train writes it: put one back, or train anew without --resume"
+        )
+    checkpoint: Mapping[str, Any] = found
+    return checkpoint
 
 
 def steps_before(directory: RunDirectory) -> int | None:

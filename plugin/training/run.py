@@ -13,14 +13,14 @@ from rematic.journal import JournalWriter, RunSummary, read_journal, summarize
 from rematic.memory import use_mapping_malloc
 from rematic.recipes import Recipe, format_recipe
 from rematic.training.data import load_data
-from rematic.training.fit import Fit, Job
+from rematic.training.fit import Fit, Job, trains_on_cpu
 from rematic.training.interrupts import StopRequest
 from rematic.training.model_config import build_config
 from rematic.training.model_size import ModelSize, check_budget
 from rematic.training.optimization import check_optimizer
-from rematic.training.prepared_model import measure_recipe
+from rematic.training.prepared_model import measure_recipe, prepare_empty_model
 from rematic.training.ranks import NoJournal, Ranks, find_ranks
-from rematic.training.resume import check_resumable
+from rematic.training.resume import check_checkpoint, check_resumable
 from rematic.training.run_directory import (
     RunDirectory,
     create_run_directory,
@@ -68,7 +68,13 @@ def train(
 def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> Job:
     """Checks all that can be checked before weights exist, then makes the run directory."""
     ranks = find_ranks(recipe)
-    check_optimizer(recipe.training, allow_code=allow_code)
+    check_optimizer(
+        recipe.training,
+        allow_code=allow_code,
+        has_vectors=recipe.tuning.method not in ("lora", "qlora")
+        or bool(recipe.tuning.modules_to_save),
+        device=None if trains_on_cpu(recipe) else torch.accelerator.current_accelerator(),
+    )
     data = load_data(recipe, rank=ranks.rank, num_ranks=ranks.num_ranks)
     config = build_config(
         recipe.model,
@@ -82,6 +88,7 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
     directory = _open_directory(recipe, ranks, resume=resume)
     if resume is not None:
         check_resumable(directory, recipe, corpus=data.corpus)
+        check_checkpoint(directory, prepare_empty_model(recipe, config=config))
     return Job(
         recipe=recipe,
         data=data,

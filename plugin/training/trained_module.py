@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from rematic.training.batches import Batch
 from rematic.training.loss import model_loss
-from rematic.training.optimization import build_optimizer, build_schedule, clip_gradients
+from rematic.training.optimization import (
+    build_optimizer,
+    build_schedule,
+    clip_gradients,
+    restate_rates,
+)
 from rematic.training.sharding import shard_model
 
 if TYPE_CHECKING:
@@ -74,6 +80,12 @@ class TrainedModule(pl.LightningModule):
             mesh = self.device_mesh["data_parallel"]
             shard_model(self.model, mesh, patterns=self._sharded_units)
             self._sharded_units = None  # Lightning calls this more than once
+
+    def on_train_start(self) -> None:
+        """A run that is resumed with another rate or weight decay goes on with those."""
+        (optimizer,), (schedule,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        assert isinstance(schedule.scheduler, LambdaLR), "configure_optimizers has made it"
+        restate_rates(optimizer, schedule.scheduler, self.training_config)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Every batch has random numbers of its own, so that a resumed run draws the same."""

@@ -46,6 +46,12 @@ from tests.recipes.refusals import assert_refused
             " torch.optim.RMSprop",
         ),
         (
+            TargetOptimizerConfig,
+            {"_target_": "torch.optim.AdamW", "options": {"weight_decay": 0.5}},
+            "options is {'weight_decay': 0.5}; expected none of lr, params, weight_decay, which are"
+            " not options; write training.learning_rate and training.weight_decay",
+        ),
+        (
             TrainingConfig,
             {"final_share": 0.1},
             "final_share is 0.1; expected 0, since the schedule is constant; write schedule:"

@@ -97,15 +97,27 @@ def test_options_reach_the_optimizer() -> None:
         ("_target_: torch.optim.lr_scheduler.StepLR", "which is outside torch.optim and"),
         (
             "_target_: torch.optim.SGD, options: {speed: 3}",
-            "training.optimizer.options does not fit torch.optim.SGD",
+            "torch.optim.SGD with the options {'speed': 3} cannot train this recipe (TypeError: ",
         ),
+        ("_target_: torch.optim.AdamW, options: {fused: true, foreach: true}", "(RuntimeError: `f"),
+        ("_target_: torch.optim.LBFGS", "(ValueError: LBFGS doesn't support per-parameter options"),
+        ("_target_: torch.optim.SparseAdam", "(RuntimeError: SparseAdam does not support dense"),
+        ("_target_: torch.optim.AdamW, options: {differentiable: true}", "(RuntimeError: a leaf"),
+        ("_target_: bitsandbytes.optim.GlobalOptimManager", "is no Optimizer; expected the import"),
+        ("_target_: torch.optim.Muon", "(ValueError: Muon only supports 2D parameters"),
     ],
-    ids=["foreign", "misspelt", "near", "options"],
+    ids=lambda text: text[10:40],
 )
 def test_a_target_that_cannot_be_used_is_refused(written: str, message: str) -> None:
     config = training(f"{{name: target, {written}}}")
     with pytest.raises(ValueError, match=re.escape(message)):
         check_optimizer(config, allow_code=False)
+
+
+def test_adapters_may_be_trained_by_what_takes_matrices_alone(tmp_path: Path) -> None:
+    muon = "training.optimizer={name: target, _target_: torch.optim.Muon}"
+    recipe = tiny("tuning.method=lora", muon, f"run.dir={tmp_path}")
+    assert train(recipe, show_progress=False).steps == 4
 
 
 def test_code_of_ones_own_runs_only_where_it_is_allowed(

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from rematic.journal import read_journal
 from rematic.recipes import load_recipe
+from rematic.training import prepared_model
 from rematic.training.data import load_data
 from rematic.training.plain_loop import PlainLoop
 from rematic.training.run import train
@@ -207,6 +209,79 @@ def test_refuses_to_resume_with_something_else(
         train(tiny(*overrides), resume="runs/tiny-cpu", show_progress=False)
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-cpu"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        (("training.learning_rate=0.1",), [0.1, 0.1]),
+        (("training.warmup_steps=4",), [3e-4 * 3 / 5, 3e-4 * 4 / 5]),
+        (("training.schedule=linear", "training.learning_rate=0.1"), [0.1 / 3, 0.0]),
+    ],
+    ids=["rate", "warm-up", "schedule"],
+)
+def test_a_resumed_run_has_the_rates_of_its_recipe(
+    tmp_path: Path, changes: tuple[str, ...], rates: list[float]
+) -> None:
+    train(tiny("training.max_steps=2"), show_progress=False)
+    train(tiny("training.weight_decay=0.5", *changes), resume="runs/tiny-cpu", show_progress=False)
+    run = tmp_path / "runs" / "tiny-cpu"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["learning_rate"] for line in lines]
+    assert found == pytest.approx([3e-4, 3e-4, *rates])
+    saved = torch.load(run / "last.ckpt", weights_only=True)["optimizer_states"][0]
+    assert [group["weight_decay"] for group in saved["param_groups"]] == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content[: len(content) // 2], "cannot be resumed from (RuntimeError: "),
+        (lambda content: b"", "cannot be resumed from (RuntimeError: mmap"),
+        (lambda content: b"hello", "cannot be resumed from ("),
+        (lambda content: packed({"state_dict": {}}), "cannot be resumed from (it has no loops)"),
+        (lambda content: packed(print), "cannot be resumed from (UnpicklingError: Weights only"),
+        (
+            lambda content: packed(of_another()),
+            "is not of this model: it has (320, 64) for",
+        ),
+        (
+            lambda content: packed({**of_another(), "state_dict": {}}),
+            "is not of this model: it l",
+        ),
+    ],
+    ids=["torn", "empty", "no checkpoint", "parts missing", "code", "other sizes", "no weights"],
+)
+def test_refuses_a_checkpoint_that_is_not_one_before_a_weight_is_made(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[bytes], bytes],
+    message: str,
+) -> None:
+    train(tiny("training.max_steps=2"), show_progress=False)
+    run = tmp_path / "runs" / "tiny-cpu"
+    path = run / "last.ckpt"
+    path.write_bytes(damage(path.read_bytes()))
+    before = {file.name: file.read_bytes() for file in run.iterdir()}
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("weights were made")
+
+    monkeypatch.setattr(prepared_model, "build_model", never)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(tiny(), resume="runs/tiny-cpu", show_progress=False)
+    assert {file.name: file.read_bytes() for file in run.iterdir()} == before
+
+
+def packed(checkpoint: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    return file.getvalue()
+
+
+def of_another() -> dict[str, object]:
+    parts: dict[str, object] = {"optimizer_states": [], "lr_schedulers": [], "loops": {}}
+    return {**parts, "state_dict": {"model.model.embed_tokens.weight": torch.zeros(320, 64)}}
 
 
 def test_a_failed_run_keeps_its_journal_and_says_why(
