@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 from rematic.recipes import ModelConfig, TuningConfig
@@ -46,13 +49,20 @@ def add_adapter(model: nn.Module, tuning: TuningConfig, *, source: ModelConfig) 
         with warnings.catch_warnings():
             # PEFT 0.21 asks transformers 5.24 for an attribute by its old name.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-            adapted: nn.Module = peft.get_peft_model(model, config)
+            with _where_it_is(model):
+                adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:  # such as for a module of a kind that it cannot adapt
         text = " ".join(str(error).split())
         raise ValueError(
             f"tuning.targets cannot be adapted ({text}); name linear layers"
         ) from error
     return adapted.train()
+
+
+def _where_it_is(model: nn.Module) -> AbstractContextManager[object]:
+    """The device `meta` for a model there, since PEFT 0.21 first makes its weights on the CPU."""
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    return torch.device("meta") if is_empty else contextlib.nullcontext()
 
 
 def _targets(model: nn.Module, tuning: TuningConfig) -> str | list[str]:

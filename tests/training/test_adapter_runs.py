@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from rematic.journal import read_journal
 from rematic.recipes import RecipeError, load_recipe
+from rematic.training.model_config import build_config
+from rematic.training.prepared_model import measure_recipe, prepare_empty_model
 from rematic.training.run import train
 from tests.training.small import TINY, prepare, tiny
 
@@ -120,6 +122,16 @@ def test_what_fits_no_module_is_refused_before_a_weight_is_made(
     with pytest.raises(ValueError, match=re.escape(message)):
         train(tiny(*overrides), show_progress=False)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "qlora"])
+def test_measures_an_adapter_without_its_weights(method: str) -> None:
+    recipe = tiny(f"tuning.method={method}", "tuning.modules_to_save=[lm_head]")
+    config = build_config(recipe.model, max_length=48)
+    empty = prepare_empty_model(recipe, config=config)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    vast = tiny(f"tuning.method={method}", "tuning.r=1000000000")
+    assert measure_recipe(vast, config=config).num_trainable > 10**12
 
 
 @pytest.mark.parametrize("save", ["full", "adapter+full"])
