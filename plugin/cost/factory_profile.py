@@ -95,19 +95,18 @@ def _told(path: str, when: str) -> Iterator[None]:
     except Exception as error:  # a user's code raises anything
         text = " ".join(str(error).split())
         raise ValueError(
-            f"{path} failed {when}: {type(error).__name__}: {text} ({_place(error)}); expected an "
+            f"{path} failed {when}: {type(error).__name__}: {text}{_place(error)}; expected an "
             "nn.Module or a LightningModule that runs without weights, device or Trainer"
         ) from error
 
 
 def _place(error: Exception) -> str:
-    """Returns the last line of the user's own code that an error came through."""
+    """Returns the last line of the user's own code that an error came through, if it did."""
     roots = (Path(torch.__file__).parents[1], Path(__file__).parents[1])  # installed, and this
     ours = tuple(str(root.resolve()) for root in roots)
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not str(Path(f.filename).resolve()).startswith(ours)]
-    frame = (theirs or frames)[-1]
-    return f"{frame.filename}, line {frame.lineno}"
+    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
 
 
 def import_factory(path: str) -> Callable[[], Any]:
@@ -184,6 +183,11 @@ def _loss_of(path: str) -> Callable[[nn.Module, Batch], torch.Tensor]:
             raise ValueError(
                 f"a step of the model of {path} returned no loss of one number; expected a tensor, "
                 "an output with `loss`, or a LightningModule whose training_step returns one"
+            )
+        if not found.requires_grad:
+            raise ValueError(
+                f"the loss of the model of {path} needs no gradient; expected weights that are "
+                "trained (requires_grad), and a step outside of torch.no_grad"
             )
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rematic.planner.op_sets import (
     OpSet,
@@ -192,11 +192,14 @@ def listed_option(unit: UnitCosts, pace: Pace, *, save: Sequence[str] = DEFAULT_
     seconds = [pace.op_seconds(op) for op in unit.ops]
     replay = _replay_seconds(unit, pace)
     op_set = named_op_set(unit.ops, seconds, save)
-    option = selective_option(unit, op_set, seconds=_selective_seconds(op_set, replay, pace))
-    return replace(option, action=Selective(save=tuple(save)))
+    seconds_taken = _selective_seconds(op_set, replay, pace)
+    # In a unit that has none of these ops the list is as good as `recompute`, but a list it is.
+    return selective_option(unit, op_set, seconds=seconds_taken, action=Selective(save=tuple(save)))
 
 
-def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Option:
+def selective_option(
+    unit: UnitCosts, op_set: OpSet, *, seconds: float, action: Selective | None = None
+) -> Option:
     """Returns what keeping a set of ops costs.
 
     Its bytes follow from those of `recompute`: the results stay on top of what that keeps. Backward
@@ -207,16 +210,18 @@ def selective_option(unit: UnitCosts, op_set: OpSet, *, seconds: float) -> Optio
         unit: What was measured of the class.
         op_set: The ops.
         seconds: Time beyond that with `keep`.
+        action: What the option is called; None: the ops by name and occurrence.
     """
     base = dict(unit.actions)["recompute"]
     chosen = set(op_set.ops)
     rise = _forward_peak(unit.ops, chosen) - _forward_peak(unit.ops, set())
     kept = base.kept + op_set.kept_bytes
     highest = max(base.kept + base.backward, base.kept + _replay_peak(unit.ops, chosen))
+    if action is None:
+        named = (unit.ops[i] for i in op_set.ops)
+        action = Selective(save=tuple(f"{op.name}[{op.occurrence}]" for op in named))
     return Option(
-        action=Selective(
-            save=tuple(f"{unit.ops[i].name}[{unit.ops[i].occurrence}]" for i in op_set.ops)
-        ),
+        action=action,
         kept_bytes=kept,
         forward_bytes=max(kept, base.forward + rise),
         backward_bytes=max(0, highest - kept),

@@ -75,6 +75,18 @@ def failing_batch():
     return Stack(), lambda batch: None
 
 
+def frozen():
+    made = Stack()
+    return made.requires_grad_(False), make_batch
+
+
+def tower():
+    made = Stack()
+    made.blocks[0].requires_grad_(False)
+    made.blocks[1].requires_grad_(False)
+    return made, make_batch
+
+
 class Alone(Module):
     def training_step(self, batch, batch_idx):
         return self.stack(batch) * self.trainer.current_epoch
@@ -126,12 +138,20 @@ def test_a_factory_is_planned_like_a_recipe(capsys):
         ("three", "returned a tuple of (Stack, function, int); expected an nn.Module, or a pair"),
         ("text_batch", "a batch of made_here:text_batch holds a str; expected a tensor, or a list"),
         ("failing_batch", "failed when it made a batch of 1 x 32: TypeError: "),
+        ("frozen", "the loss of the model of made_here:frozen needs no gradient; expected weights"),
         ("alone", "failed in a step: RuntimeError: Alone"),
         ("NUMBER", "is a int; expected a function or a class"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(name, text, capsys):
     assert text in plan(name, capsys)
+
+
+def test_blocks_that_are_frozen_from_the_first_on_are_planned(capsys):
+    (step, _) = plan("tower", capsys)["lengths"]
+    rows = {row["policy"]: row["plan"] for row in step["policies"]}
+    assert rows["op list"] == {"selective": 3}
+    assert rows["keep all"] == {"keep": 3}
 
 
 def test_an_error_in_a_users_code_is_told_with_its_line(capsys):

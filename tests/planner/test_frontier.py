@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematic.planner import options_of, problem_of
-from rematic.planner.frontier import selective_option
+from rematic.planner.frontier import listed_option, selective_option
 from rematic.planner.op_sets import OpSet
 from rematic.policy import Compress, Keep, Offload, Recompute, Selective
 from tests.planner.blocks import BLOCK, PACE, op, step_costs
@@ -44,6 +44,13 @@ def test_a_kept_result_raises_the_forward_where_it_outlives_its_use():
     first = selective_option(BLOCK, OpSet(ops=(0,), kept_bytes=100, saved_seconds=8.0), seconds=1.0)
     # Plain: mm and gelu, 200 together. With mm kept it is still there beside gelu and the next mm.
     assert first.forward_bytes == 200 + 40
+
+
+def test_a_list_of_which_a_unit_has_no_op_is_the_list_all_the_same():
+    option = listed_option(BLOCK, PACE, save=("convolution",))
+    recompute = by_name(options_of(BLOCK, PACE, allowed=("recompute",)))["recompute"]
+    assert option.action == Selective(save=("convolution",))
+    assert option.kept_bytes == recompute.kept_bytes
 
 
 def test_options_are_ordered_by_what_they_keep():
