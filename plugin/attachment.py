@@ -94,15 +94,16 @@ def attach(
     optimizers = _optimizers(optimizer)
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    wanted = policy_named(policy) if policy is not None else policy_of(chosen)
+    may_compress = chosen.policy.allow_lossy or wanted.is_lossy
+    if may_compress:
+        # not in the first step that needs it, nor among the bytes that a probe counts from now on
+        load_quantization()
     reader = make_probe(
         chosen.memory.probe if probe is None else probe,
         device=device,
         overhead_bytes=process_overhead_bytes(existing_bytes(model, optimizers)),
     )
-    wanted = policy_named(policy) if policy is not None else policy_of(chosen)
-    may_compress = chosen.policy.allow_lossy or wanted.is_lossy
-    if may_compress:
-        load_quantization()  # not in the first step that needs it, nor under a cap of the heap
     is_tried = wanted.is_lossy and chosen.goals.gradient_tolerance is not None
     first = lossless(wanted) if is_tried else wanted
     supervision = _supervision(chosen, journal, on_escalation)

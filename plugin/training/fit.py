@@ -15,11 +15,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 from typing_extensions import override
 
+from rematic.attachment import policy_of
 from rematic.hosts.lightning_strategy import SessionStrategy
 from rematic.journal import EventSink
 from rematic.memory import HostProbe, process_overhead_bytes
 from rematic.recipes import Recipe
 from rematic.session import Session
+from rematic.stash import load_quantization
 from rematic.step_record import StepRecord
 from rematic.training.checkpoint_file import CheckpointFile
 from rematic.training.data import TrainingData
@@ -185,7 +187,12 @@ class Fit:
         return trains_on_cpu(self._job.recipe)
 
     def _probe(self) -> HostProbe | None:
-        """Made before a checkpoint is loaded, whose bytes would count as the interpreter's."""
+        """Made before a checkpoint is loaded, whose bytes would count as the interpreter's.
+
+        What is imported later would count as tensors, so that comes before.
+        """
+        if policy_of(self._job.recipe).is_lossy or self._job.recipe.policy.allow_lossy:
+            load_quantization()
         if not self._on_cpu or self._job.recipe.memory.probe == "simulated":
             return None
         return HostProbe(overhead_bytes=process_overhead_bytes(self._job.size.weight_bytes))
