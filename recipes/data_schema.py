@@ -73,6 +73,13 @@ class DataConfig:
         for name in ("subset", "split", "target_field", "messages_field", "label_field"):
             some_text(self, name, optional=True, remedy="write a name, or null")
         instances(self, "labels", kind=str, remedy="write names such as [negative, positive]")
+        require(
+            self,
+            "labels",
+            len(self.labels) != 1 and len(set(self.labels)) == len(self.labels),
+            expected="two names or more, each once",
+            remedy="write every class once, such as [negative, positive]",
+        )
         some_text(self, "tokenizer", remedy="write auto where unsure")
         some_text(self, "chat_template", optional=True, remedy="write a file, or null")
         true_or_false(self, "answers_only")

@@ -83,7 +83,7 @@ def load_data(recipe: Recipe, *, rank: int = 0, num_ranks: int = 1) -> TrainingD
         loader=loader,
         evaluation=evaluation,
         encoded=encoded,
-        num_labels=_num_labels(data, corpus),
+        num_labels=_num_labels(data, corpus, held_out),
     )
 
 
@@ -114,7 +114,15 @@ def _split(corpus: Corpus, recipe: Recipe) -> tuple[Corpus, Corpus | None]:
     )
 
 
-def _num_labels(data: DataConfig, corpus: Corpus) -> int | None:
+def _num_labels(data: DataConfig, *corpora: Corpus | None) -> int | None:
+    """Classes of all documents, those that are only evaluated on among them."""
     if data.label_field is None:
         return None
-    return len(data.labels) or max(one.label or 0 for one in corpus.documents) + 1
+    documents = [one for corpus in corpora if corpus is not None for one in corpus.documents]
+    count = len(data.labels) or max(one.label or 0 for one in documents) + 1
+    if count == 1:
+        raise ValueError(
+            f"data.label_field is {data.label_field!r}, which is 0 in all {len(documents)} "
+            "documents; expected two classes or more: transformers would fit a number to one"
+        )
+    return count

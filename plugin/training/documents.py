@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from rematic.recipes import DataConfig
 
+MOST_CLASSES = 65_536
+"""So many classes a head may have; a larger number of a class is an identifier of something."""
+
 ROLES = ("system", "user", "assistant", "tool")
 """Who can say something in a conversation."""
 
@@ -178,10 +181,10 @@ def _label(value: object, labels: Sequence[str], where: str) -> int:
                 f"{where}: the class is {value!r}; expected one of data.labels: {', '.join(labels)}"
             )
         return labels.index(str(value))
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_CLASSES:
         raise ValueError(
-            f"{where}: the class is {value!r}; expected a whole number from 0, or a name of "
-            "data.labels"
+            f"{where}: the class is {value!r:.40}; expected a whole number from 0 to "
+            f"{MOST_CLASSES - 1} as numbers of classes are, or a name of data.labels"
         )
     return value
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from rematic.training.batches import Batch
 from rematic.training.examples import NO_LOSS
+from rematic.training.json_lines import append_line
 from rematic.training.loader import BatchLoader
 from rematic.training.loss import model_loss
 
@@ -99,8 +100,7 @@ class Evaluator(Callback):
                 "loss": loss,
                 "labels": count,
             }
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append_line(self._path, line)
             self._notify(f"evaluation after step {trainer.global_step}: loss {loss:.4f}")
 
     def _sums(self, trainer: pl.Trainer, module: pl.LightningModule) -> tuple[float, int]:

@@ -119,6 +119,7 @@ class Fit:
             figures=self._last_step,
             facts=self._facts,
             checkpoint_every_steps=job.recipe.run.checkpoint_every_steps,
+            notify=notify,
             is_first=job.ranks.is_first,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from rematic.journal import EventSink
 from rematic.training.interrupts import StopRequest
+from rematic.training.json_lines import append_line
 from rematic.training.loader import BatchLoader
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class RunRecorder(Callback):
         figures: Gives the last step.
         facts: What `run_start` says.
         checkpoint_every_steps: Optimizer steps between checkpoints; None: only at the end.
+        notify: Is told what a person should know.
         is_first: Whether this process writes; of several that train together one does.
     """
 
@@ -46,6 +48,7 @@ class RunRecorder(Callback):
         figures: Figures,
         facts: Callable[[], Mapping[str, object]],
         checkpoint_every_steps: int | None,
+        notify: Callable[[str], None],
         is_first: bool = True,
     ) -> None:
         self._directory = directory
@@ -55,7 +58,9 @@ class RunRecorder(Callback):
         self._figures = figures
         self._facts = facts
         self._checkpoint_every_steps = checkpoint_every_steps
+        self._notify = notify
         self._is_first = is_first
+        self._has_told_of_loss = False
         self._optimizer_steps = 0
         self._last_loss: float | None = None
         self.finished_batches = 0
@@ -99,6 +104,8 @@ class RunRecorder(Callback):
         self._loader.finished += 1
         self.finished_batches += 1
         self._last_loss = float(trainer.callback_metrics["loss"])
+        if not math.isfinite(self._last_loss):
+            self._tell_of_loss(self._last_loss)
         self._write_metrics(trainer)
         if trainer.global_step == self._optimizer_steps:
             return  # more micro-batches belong to this step
@@ -129,6 +136,30 @@ class RunRecorder(Callback):
         reason = None if interrupted else " ".join(str(exception).split())[:2000]
         self._end("interrupted" if interrupted else "failed", reason=reason)
 
+    def _tell_of_loss(self, loss: float) -> None:
+        """Says once that what follows is worth nothing; the run goes on, as a plain loop would."""
+        if self._has_told_of_loss:
+            return
+        self._has_told_of_loss = True
+        text = (
+            f"the loss of batch {self._loader.finished} is {loss}; expected a finite number, and "
+            "what is trained from here on is of no use: lower training.learning_rate, write "
+            "training.clip_norm, or correct the value of model.config that makes it so"
+        )
+        step = self._figures()
+        self._journal.write(
+            {
+                "event": "notice",
+                "step": 0 if step is None else step.step,
+                "unit": "",
+                "kind": "loss",
+                "text": text,
+                "figures": {},
+            }
+        )
+        if self._is_first:
+            self._notify(text)
+
     def _agree_to_stop(self, trainer: pl.Trainer) -> bool:
         """Whether a process was asked to stop; all of them stop after the same step."""
         if trainer.world_size == 1:
@@ -149,8 +180,7 @@ class RunRecorder(Callback):
             "seconds": None if step is None else step.seconds,
             "peak_bytes": None if step is None else step.peak_bytes,
         }
-        with open(self._directory.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self._directory.metrics, line)
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self._directory.checkpoint

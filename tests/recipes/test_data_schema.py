@@ -35,6 +35,16 @@ from tests.recipes.refusals import assert_refused
             " write messages_field or target_field",
         ),
         (
+            {"labels": ("a", "b", "a"), "label_field": "class"},
+            "labels is ('a', 'b', 'a'); expected two names or more, each once; write every class"
+            " once, such as [negative, positive]",
+        ),
+        (
+            {"labels": ("a",), "label_field": "class"},
+            "labels is ('a',); expected two names or more, each once; write every class once, such"
+            " as [negative, positive]",
+        ),
+        (
             {"labels": ("a", "b")},
             "labels is ('a', 'b'); expected none, since no label_field says which one a text has;"
             " remove it, or write label_field",

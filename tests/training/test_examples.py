@@ -13,9 +13,10 @@ import pytest
 from rematic.recipes import DataConfig
 from rematic.training.byte_tokens import decode
 from rematic.training.corpus import load_corpus
+from rematic.training.data import TrainingData, load_data
 from rematic.training.examples import NO_LOSS, Encoded, Example, encode_documents
 from rematic.training.tokens import ByteTokenizer
-from tests.training.small import prepare
+from tests.training.small import prepare, tiny
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -118,6 +119,35 @@ def test_a_classifier_has_as_many_classes_as_the_data(
     assert float(model(**batch).loss.detach()) > 0
 
 
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "count"), [([0, 1], [3], 4), ([2, 0], [1], 3)], ids=["more", "fewer"]
+)
+def test_classes_that_are_only_evaluated_on_count(
+    tmp_path: Path,
+    trained: list[int],
+    evaluated: list[int],
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert classes_of(trained, evaluated).num_labels == count
+
+
+def test_a_single_class_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes a head of one output to fit numbers, by squared errors."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="which is 0 in all 3 documents; expected two classes"):
+        classes_of([0, 0], [0])
+
+
+def classes_of(trained: list[int], evaluated: list[int]) -> TrainingData:
+    for name, values in (("t.jsonl", trained), ("e.jsonl", evaluated)):
+        rows = [json.dumps({"text": f"text {n}", "class": n}) for n in values]
+        Path(name).write_text("\n".join(rows))
+    said = ("model.task=sequence-classification", "data.label_field=class")
+    return load_data(tiny(*said, "data.source=t.jsonl", "evaluation.source=e.jsonl"))
+
+
 LONG = [{"text": "abcdefgh"}, {"text": "x"}]
 
 
@@ -171,7 +201,7 @@ BAD_ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"text": "x", "class": "no"},
         {"label_field": "class"},
-        "rows.jsonl:1: the class is 'no'; expected a whole number from 0, or a name of data.labels",
+        "rows.jsonl:1: the class is 'no'; expected a whole number from 0 to 65535 as numbers of",
     ),
     (
         {"chat": "hello"},
@@ -202,6 +232,11 @@ BAD_ROWS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"text": "abcdefgh"},
         {"max_length": 4, "overlong": "refuse"},
         "rows.jsonl:00000001 has 10 tokens, more than data.max_length (4); raise it, shorten",
+    ),
+    (
+        {"text": "a", "class": 2**70},
+        {"label_field": "class"},
+        "rows.jsonl:1: the class is 1180591620717411303424; expected a whole number from 0 to 655",
     ),
     (
         {"text": "abcdefgh", "class": 0},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from rematic.recipes import ModelConfig, TrainingConfig
+from rematic.training import trained_module
 from rematic.training.checkpoint_file import CheckpointFile
 from rematic.training.interrupts import StopRequest
 from rematic.training.loader import BatchLoader
@@ -51,6 +53,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.events: list[Mapping[str, object]] = []
+        self.told: list[str] = []
         self.loader = BatchLoader(examples(DOCUMENTS), maker())
         self.stop = StopRequest()
         training = TrainingConfig(learning_rate=0.01, warmup_steps=3, accumulate=self.accumulate)
@@ -65,6 +68,7 @@ class Run:
             figures=lambda: None,
             facts=lambda: {"name": "run"},
             checkpoint_every_steps=self.every,
+            notify=self.told.append,
         )
 
     def write(self, event: Mapping[str, object]) -> None:
@@ -138,6 +142,31 @@ def test_records_a_run_from_start_to_end(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
     assert saved_batches(run) == 14
     assert not run.stop.deferring
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_a_loss_that_is_no_number_is_told_once(
+    tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, epochs=1)
+    loss_of = trained_module.model_loss
+
+    def spoiled(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return loss_of(model, batch) * (1.0 if run.loader.finished < 2 else value)
+
+    monkeypatch.setattr(trained_module, "model_loss", spoiled)
+    run.fit()
+    (text,) = run.told
+    assert text.startswith(f"the loss of batch 3 is {'nan' if math.isnan(value) else 'inf'}; exp")
+    (notice,) = [event for event in run.events if event["event"] == "notice"]
+    assert (notice["kind"], notice["text"]) == ("loss", text)
+    lines = run.directory.metrics.read_text().splitlines()
+    losses = [json.loads(line, parse_constant=refuse)["loss"] for line in lines]
+    assert [isinstance(loss, float) for loss in losses] == [True, True, *[False] * 5]
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 7, 9, 13, 14])
