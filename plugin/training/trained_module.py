@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -21,6 +21,7 @@ from rematic.training.optimization import (
 from rematic.training.sharding import shard_model
 
 if TYPE_CHECKING:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
     from torch.optim import Optimizer
 
@@ -109,6 +110,20 @@ class TrainedModule(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Lets gradients go with the step that used them.
+
+        Lightning 2.6 does so behind the next forward, which would hold all of them.
+        """
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad(set_to_none=True)
 
     def configure_gradient_clipping(
         self,

@@ -12,7 +12,8 @@ import torch
 
 from rematic.journal import read_journal
 from rematic.recipes import load_recipe
-from rematic.training import prepared_model
+from rematic.training import prepared_model, trained_module
+from rematic.training.batches import Batch
 from rematic.training.data import load_data
 from rematic.training.plain_loop import PlainLoop
 from rematic.training.run import train
@@ -117,6 +118,23 @@ def test_a_finished_run_says_that_there_is_nothing_left(
     assert "runs/tiny-cpu had finished; raise training.epochs" in capsys.readouterr().err
     assert (summary.steps, summary.last_loss) == (4, before[-1])
     assert losses(tmp_path / "runs" / "tiny-cpu") == before
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_forward_holds_no_gradients_of_the_step_before(
+    accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those that micro-batches of the same step have left, as in a plain loop."""
+    held = []
+    loss_of = trained_module.model_loss
+
+    def noted(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        held.append(sum(p.grad is not None for p in model.parameters()))
+        return loss_of(model, batch)
+
+    monkeypatch.setattr(trained_module, "model_loss", noted)
+    train(tiny(f"training.accumulate={accumulate}"), show_progress=False)
+    assert held == ([0, 0, 0, 0] if accumulate == 1 else [0, 21, 0, 21])
 
 
 @pytest.mark.parametrize(
