@@ -13,8 +13,14 @@ from rematic.training.model import name_attention
 from rematic.training.tasks import accepts
 
 _LENGTH = 4
-_TOLERANCE = 0.05
-"""Relative: another document moves logits by far more, another shape of the batch by less."""
+_TOLERANCES = {torch.float32: (1e-4, 1e-3)}
+_COARSE = (0.01, 0.05)
+"""How far logits of the second document may be off, over the largest one: by another first
+document, and by another shape of the batch, in 32 bits and in fewer.
+
+Kernels give the same bits whatever the masked values are, mixtures (which sort tokens by expert)
+nearly the same: 4e-7 of tiny models in 32 bits. Where documents do see each other, models with
+random weights of five families are off by 0.01 to 0.02 only."""
 
 
 class PackingCheck(Callback):
@@ -47,9 +53,11 @@ def check_packing(model: nn.Module, *, device: torch.device) -> None:
             _logits(model, torch.cat([one, second], 1), positions.repeat(1, 2))[:, _LENGTH:]
             for one in (first, other)
         ]
-    scale = alone.abs().max()
-    for found in packed:
-        if not bool((found - alone).abs().max() <= _TOLERANCE * scale):
+    by_other, by_shape = _TOLERANCES.get(_coarsest(model, alone), _COARSE)
+    scale = alone.abs().max().float()
+    limits = [(packed[0], packed[1], by_other), (packed[0], alone, by_shape)]
+    for found, wanted, tolerance in limits:
+        if not bool((found.float() - wanted.float()).abs().max() <= tolerance * scale):
             raise ValueError(
                 f"data.packing is true, but {type(model).__name__} with attention "
                 f"{name_attention(model)!r} does not keep packed documents apart; expected a model "
@@ -66,4 +74,10 @@ def _logits(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
             "packed documents are kept apart; set data.packing=false"
         )
     logits: Tensor = model(input_ids=ids, position_ids=positions, **options).logits
-    return logits.float()
+    return logits
+
+
+def _coarsest(model: nn.Module, logits: Tensor) -> torch.dtype:
+    """The type with the fewest digits among those that a model computes in."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} | {logits.dtype}
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps)

@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from rematic.recipes import DataConfig
 from rematic.training.evaluation import num_labels
@@ -119,6 +126,43 @@ def test_a_model_that_mixes_packed_documents_is_refused_before_the_first_step() 
     recurrent = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(ValueError, match=re.escape("MambaForCausalLM takes no position_ids")):
         check_packing(recurrent, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32 bits", "16 bits"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "openai-gpt"])
+def test_a_model_that_mixes_them_a_little_is_refused(kind: str, dtype: torch.dtype) -> None:
+    """With random weights another document moves the logits by 1 or 2 % only."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, vocab_size=320, **sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with pytest.raises(ValueError, match="does not keep packed documents apart"):
+        check_packing(model, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32 bits", "16 bits"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", "gemma3_text", "gpt2", "qwen3_moe", "mixtral"]
+)
+def test_a_model_that_keeps_them_apart_may_pack(
+    kind: str, attention: str, dtype: torch.dtype
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, vocab_size=320, **sizes, **FEW.get(kind, {}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    check_packing(model, device=torch.device("cpu"))
+
+
+FEW = {
+    "llama": {"intermediate_size": 64},
+    "mistral": {"intermediate_size": 64, "sliding_window": 16, "num_key_value_heads": 2},
+    "gemma3_text": {"intermediate_size": 64, "sliding_window": 16, "head_dim": 16},
+    "gpt2": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"intermediate_size": 64, "num_local_experts": 4, "num_key_value_heads": 2},
+}
 
 
 def test_a_whole_run_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
