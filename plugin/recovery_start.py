@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from torch import nn
 
 from rematic.step_recovery import RecoverableStep, StepRecovery, with_room
@@ -30,6 +32,8 @@ def begin_recovery(
     *,
     changing: ChangingState,
     others: Iterable[nn.Module] = (),
+    code: Callable[..., Any] | None = None,
+    leaves: Iterable[torch.Tensor] = (),
     skipped: frozenset[str] = frozenset(),
     counts_gradients: bool = True,
 ) -> StepRecovery:
@@ -41,6 +45,8 @@ def begin_recovery(
         batch: What the step is given.
         changing: What steps were seen to change.
         others: Modules outside the model that the step changes, such as a host's metrics.
+        code: What runs as the step, whose closures and globals are looked at.
+        leaves: What else is trained with the model.
         skipped: Names of attributes of modules that belong to a host.
         counts_gradients: As of `StepTransaction`.
 
@@ -53,6 +59,8 @@ def begin_recovery(
         batch,
         changing=changing,
         others=others,
+        step=code,
+        leaves=leaves,
         skipped=skipped,
         counts_gradients=counts_gradients,
     )

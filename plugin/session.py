@@ -182,6 +182,7 @@ class Session:
         self,
         batch: object,
         *,
+        code: Callable[..., Any] | None = None,
         others: Iterable[nn.Module] = (),
         skipped: frozenset[str] = frozenset(),
         counts_gradients: bool = True,
@@ -191,6 +192,7 @@ class Session:
 
         Args:
             batch: What the step is given.
+            code: What runs as the step; what it reaches in closures and globals counts too.
             others: Modules outside the model that the step changes, such as a host's metrics.
             skipped: Names of attributes of modules that belong to the host.
             counts_gradients: As of `StepTransaction`.
@@ -201,6 +203,13 @@ class Session:
             self.model,
             batch,
             changing=self._changing,
+            code=code,
+            leaves=[
+                parameter
+                for boundary in self._boundaries
+                for group in boundary.optimizer.param_groups
+                for parameter in group["params"]
+            ],
             others=others,
             skipped=skipped,
             counts_gradients=counts_gradients,

@@ -127,7 +127,7 @@ class SessionStep:
         session = self._session
         self._max_parts = self.parts_allowed(batch, reduction)
         session.begin_step(batch, repeatable=True)
-        recovery = session.recovery(batch, max_parts=self._max_parts)
+        recovery = session.recovery(batch, code=fn, max_parts=self._max_parts)
 
         def attempt(rung: Rung | None) -> Any:  # noqa: ANN401 - what the user's step returns
             if rung is None or rung.num_parts == 1:

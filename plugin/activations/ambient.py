@@ -160,6 +160,33 @@ def applied(state: AmbientState) -> Iterator[None]:
         yield
 
 
+def save_modes() -> Callable[[], None]:
+    """Takes down grad mode, autocast and the global switches; returns what puts them back.
+
+    (Code that sets one by a call, and not by a context, leaves it behind when it fails.)
+    """
+    switches, grad = tuple([read() for read in _READERS]), torch.is_grad_enabled()
+    kinds = _autocast_types(_accelerator_in_use())
+    autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    device = torch_private.default_device_override()
+
+    def put_back() -> None:
+        torch.set_grad_enabled(grad)
+        for kind, enabled, dtype in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        if torch_private.default_device_override() != device:
+            torch.set_default_device(device)
+        _write_switches(switches)
+
+    return put_back
+
+
+def _accelerator_in_use() -> tuple[torch.device, ...]:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return () if found is None else (found,)
+
+
 def _write_switches(wanted: tuple[Any, ...]) -> None:
     # Compared with what is there now: a body that is stopped early may leave its own behind.
     for (read, write), value in zip(_SWITCHES, wanted, strict=True):

@@ -109,7 +109,8 @@ class RecoverableCall:
         step = SessionStep(self._session)
         place = self._place
         max_parts = 1 if place is None else step.parts_allowed(args[place], self._reduction)
-        recovery = self._session.recovery((args, kwargs), max_parts=max_parts)
+        given = (args[_first_place(fn) :], kwargs)
+        recovery = self._session.recovery(given, code=fn, max_parts=max_parts)
         exchanged: ExchangedOnce | None = None
         if recovery.collectives is not None:
             exchanged = ExchangedOnce(self._accelerator, recovery.collectives)
@@ -176,11 +177,15 @@ def place_of_batch(fn: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
 
     It is the first, but for the object of a method, and models and optimizers that are handed in.
     """
+    places = range(_first_place(fn), len(args))
+    return next((i for i in places if not isinstance(args[i], _NO_BATCHES)), None)
+
+
+def _first_place(fn: Callable[..., Any]) -> int:
+    """Returns where the arguments begin: behind the object of a method."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     first = code.co_varnames[:1] if code is not None and code.co_argcount else ()
-    start = 1 if first in (("self",), ("cls",)) and not inspect.ismethod(fn) else 0
-    places = range(start, len(args))
-    return next((i for i in places if not isinstance(args[i], _NO_BATCHES)), None)
+    return 1 if first in (("self",), ("cls",)) and not inspect.ismethod(fn) else 0
 
 
 _NO_BATCHES = (nn.Module, torch.optim.Optimizer, Accelerator)

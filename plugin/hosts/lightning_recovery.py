@@ -63,6 +63,7 @@ class LightningRecovery:
         self._results = _Results(module.trainer)
         self._recovery: StepRecovery = session.recovery(
             (args, kwargs),
+            code=module.training_step,
             others=self._results.metrics,
             skipped=_OF_LIGHTNING,
             counts_gradients=not module.automatic_optimization,

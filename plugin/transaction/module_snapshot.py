@@ -17,16 +17,22 @@ from torch import nn
 
 from rematic.activations.kept_values import (
     CLONED_BUFFER_BYTES,
-    CONTAINERS,
     copied,
     is_plain_object,
     version_of,
 )
 from rematic.activations.module_walk import OF_EVERY_MODULE
-from rematic.activations.nested import iter_leaves
 from rematic.activations.object_state import ObjectState
 from rematic.transaction.gradients import RestoreError
 from rematic.transaction.outside_torch import KINDS, StateOutsideTorch, is_iterator
+from rematic.transaction.value_state import (
+    CONTAINERS,
+    Held,
+    ValueState,
+    has_graph,
+    put_values_back,
+    room_of,
+)
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
 _DICTIONARIES = ("_parameters", "_buffers", "_modules")
@@ -42,6 +48,8 @@ class ChangingState:
     """Whether a step has finished and shown it."""
     names: set[str] = field(default_factory=set)
     """Objects and large buffers: position of the module in the walk and name."""
+    tensors: dict[int, Held] = field(default_factory=dict)
+    """Copies of what containers and objects held before the last step."""
 
 
 @dataclass(slots=True)
@@ -78,15 +86,22 @@ class ModuleSnapshot:
         self._passed_over = OF_EVERY_MODULE | self._skipped
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dictionaries: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[_TensorState] = []
         self._objects: list[ObjectState] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self._outside: list[StateOutsideTorch] = []
         self._left_out: set[tuple[int, str]] = set()
-        seen: set[int] = set()
+        modules, seen = list(modules), set[int]()
+        self._rooms = {room_of(type(module)) for module in modules}
+        self.values = ValueState(
+            lambda kind: room_of(kind) in self._rooms,
+            may_change=lambda name: not changing.is_known or name in changing.names,
+            known=changing.tensors,
+        )
+        """What lies in containers and in objects of the modules' authors."""
         for i, module in enumerate(modules):
             self._read(module, i, seen)
+        changing.tensors = self.values.tensors
 
     def _read(self, module: nn.Module, position: int, seen: set[int]) -> None:
         values = module.__dict__
@@ -105,8 +120,8 @@ class ModuleSnapshot:
             kind = type(value)
             if kind in _PLAIN:
                 continue
-            if kind in CONTAINERS:
-                self._containers.append((value, copied(value)))
+            if issubclass(kind, (*CONTAINERS, tuple)) or self.values.enters(value):
+                self.values.read(value, f"{position} {name}")
             elif isinstance(value, torch.Tensor):
                 self._read_tensor(value, name, position)
             elif isinstance(value, torch.Generator):
@@ -130,6 +145,8 @@ class ModuleSnapshot:
 
     def _read_tensor(self, tensor: torch.Tensor, name: str, position: int) -> None:
         if tensor.requires_grad:
+            if tensor.is_leaf:
+                self.values.leaves.append(tensor)
             return  # computed: a new one stands there after a step, and the old one is put back
         small = tensor.numel() * tensor.element_size() <= CLONED_BUFFER_BYTES
         key = f"{position} {name}"
@@ -143,14 +160,15 @@ class ModuleSnapshot:
     def leave_graphs(self) -> None:
         """Leaves out what a graph hangs on: it is as somebody else puts it, not as it was."""
         for part, (present, before) in enumerate(self._attributes):
-            kept = {name: value for name, value in before.items() if not _has_graph(value)}
+            kept = {name: value for name, value in before.items() if not has_graph(value)}
             self._attributes[part] = (present, kept)
             self._left_out |= {(part, name) for name in before.keys() - kept.keys()}
-        self._containers = [pair for pair in self._containers if not _has_graph(pair[1])]
+        self.values.leave_graphs()
 
     def learn(self) -> None:
         """Takes note of what a finished step has changed."""
         self._changing.names |= {s.name for s in self._tensors if s.is_changed()}
+        self._changing.names |= self.values.changed_names()
         if not self._changing.is_known:
             self._changing.names |= {o.full_name for o in self._objects if o.changed()}
             self._changing.names |= {s.name for s in self._outside if s.is_changed()}
@@ -162,8 +180,15 @@ class ModuleSnapshot:
         Raises:
             RestoreError: If a large tensor was changed of which there is no copy.
         """
-        for state in self._outside:
+        for state in (*self._outside, *self.values.outside):
             state.check()
+        held = self.values.obstacle()
+        if held is not None:
+            self.learn()
+            raise RestoreError(
+                f"{held}, of which no copy was taken since no step had changed it before, was "
+                "changed in place."
+            )
         changed = [s.name.split(" ")[1] for s in self._tensors if s.is_changed()]
         if changed:
             # the next step has a copy of it
@@ -180,23 +205,17 @@ class ModuleSnapshot:
             _restore_attributes(present, before, self._skipped | left_out)
         for present, before in self._dictionaries:
             _replace_if_changed(present, before)
-        for container, contents in self._containers:
-            refill(container, contents)
+        self.values.restore()
         for held in self._objects:
             if held.changed():
                 held.restore()
         for state in self._tensors:
             if state.clone is not None:
-                # .data: the version must not rise, or an earlier graph over this buffer breaks
-                state.tensor.data.copy_(state.clone)
+                put_values_back(state.tensor, state.clone)
         for outside in self._outside:
             outside.restore()
         for generator, generator_state in self._generators:
             generator.set_state(generator_state)
-
-
-def _has_graph(value: Any) -> bool:  # noqa: ANN401 - what modules hold
-    return any(tensor.grad_fn is not None for tensor in iter_leaves(value))
 
 
 def _restore_attributes(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from rematic.transaction.gradients import RestoreError
 
@@ -34,7 +35,10 @@ class StateOutsideTorch:
 
     @classmethod
     def of_generator(cls, generator: Any, name: str = "") -> StateOutsideTorch:  # noqa: ANN401
-        """Takes down the state of a generator of `GENERATORS`."""
+        """Takes down the state of a generator of `GENERATORS`, or of one of torch."""
+        if isinstance(generator, torch.Generator):
+            of_torch = generator.get_state()
+            return cls(lambda: generator.set_state(of_torch), name)
         if isinstance(generator, random.Random):
             state: Any = generator.getstate()
             return cls(lambda: generator.setstate(state), name)

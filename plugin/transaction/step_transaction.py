@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from rematic.activations.ambient import save_modes
 from rematic.activations.host_generators import HOST_GENERATORS
 from rematic.activations.kept_values import CLONED_BUFFER_BYTES, version_of
 from rematic.activations.nested import ContainerContents, iter_leaves
 from rematic.memory import is_out_of_memory
 from rematic.transaction.gradients import GradientContributions, RestoreError
+from rematic.transaction.hook_state import HookState
 from rematic.transaction.module_snapshot import ChangingState, ModuleSnapshot
+from rematic.transaction.outside_torch import StateOutsideTorch
+from rematic.transaction.reached import ReachedByStep, reached_parts
+from rematic.transaction.value_state import ValueState
 
 _TRIES = 4
 
@@ -22,13 +27,16 @@ class StepTransaction:
     """The state before a micro-batch, to be put back after an attempt that failed.
 
     It covers gradients, generators (of torch and of its devices, those that modules or the batch
-    hold, Python's and NumPy's), buffers, attributes and containers of modules, and the batch.
+    hold or code names, Python's and NumPy's), grad mode, autocast and other switches of torch,
+    hooks, buffers, attributes and containers of modules, and the batch.
 
     Args:
         model: The model.
         batch: What the step is given; containers inside it are put back in place.
         changing: What steps were seen to change; one for all steps of a model.
         others: Modules outside the model that a step changes, such as a host's metrics.
+        step: The code of the step: what it reaches in closures and globals counts too.
+        leaves: Tensors that are trained with the model, such as the parameters of an optimizer.
         skipped: Names of attributes of modules that belong to a host.
         counts_gradients: Whether contributions to gradients are counted from now on; otherwise from
             `count_gradients` on, for hosts that clear gradients between forward and backward.
@@ -41,23 +49,41 @@ class StepTransaction:
         *,
         changing: ChangingState | None = None,
         others: Iterable[nn.Module] = (),
+        step: Callable[..., Any] | None = None,
+        leaves: Iterable[torch.Tensor] = (),
         skipped: frozenset[str] = frozenset(),
         counts_gradients: bool = True,
     ) -> None:
         self._changing = ChangingState() if changing is None else changing
-        modules = list(model.modules())
-        self._modules = [*modules, *others]
+        reached = ReachedByStep(step)
+        modules = [*model.modules(), *others]
+        known = set(map(id, modules))
+        self._modules = [*modules, *reached_parts(reached.modules, known)]
+        self._skipped = skipped
+        self._put_modes_back = save_modes()
+        self._values = ValueState()
+        self._values.read(batch, "the batch")
+        self._snapshot = self._read_modules()
+        hidden = (*self._snapshot.values.modules, *self._values.modules)
+        found = reached_parts(hidden, known)  # in lists, say, where torch does not see them
+        if found:
+            self._modules += found
+            self._snapshot = self._read_modules()
         # without a second walk, which is a tenth of what all this costs
         parameters = _each_once(
-            p for module in modules for p in module._parameters.values() if p is not None
+            (
+                *(p for m in self._modules for p in m._parameters.values() if p is not None),
+                *(*leaves, *reached.leaves, *self._snapshot.values.leaves),
+            )
         )
-        self._skipped = skipped
+        self._hooks = HookState(self._modules, parameters)
+        self._iterators = reached.iterators
+        self._reached = [StateOutsideTorch.of_generator(g) for g in reached.generators]
         self._generators = _generator_states(parameters, batch)
         self._contents = ContainerContents([batch])
         self._takes_from_iterator = any(iter_leaves(batch, leaf=Iterator))
         self._batch = [_BatchTensor(tensor) for tensor in iter_leaves(batch)]
         self._parameters = [(p, version_of(p), p.requires_grad) for p in parameters]
-        self._snapshot = self._read_modules()
         self.gradients = GradientContributions([])
         if counts_gradients:
             self.count_gradients()
@@ -110,8 +136,16 @@ class StepTransaction:
                 "the batch is or holds an iterator, from which a second attempt would take what "
                 "comes next. Take the batch from it before the step."
             )
+        if self._iterators:
+            raise RestoreError(
+                f"the step takes from an iterator outside of it ({self._iterators[0]!r}), from "
+                "which a second attempt would take what comes next. Take the batch from it before "
+                "the step."
+            )
         for tensor in self._batch:
             tensor.check()
+        for state in self._values.outside:
+            state.check()
         self._snapshot.check()
 
     def undo(self) -> None:
@@ -163,13 +197,18 @@ class StepTransaction:
         self._put_back_once()
 
     def _put_back_once(self) -> None:
+        self._put_modes_back()
         self._snapshot.restore()
+        self._hooks.restore()
         for parameter, _, requires_grad in self._parameters:
             if parameter.requires_grad is not requires_grad:
                 parameter.requires_grad_(requires_grad)
+        self._values.restore()
         self._contents.restore()
         for tensor in self._batch:
             tensor.restore()
+        for reached in self._reached:
+            reached.restore()
         for generator, state in self._generators:
             generator.set_state(state)
         torch.clear_autocast_cache()  # weights that the attempt cast, with their graph

@@ -66,15 +66,15 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, 1)
-        self.faults = (faults,)
+        self.faults = lambda: faults  # out of reach of what a second attempt puts back
 
     def forward(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.blocks):
             if i == 2:
-                self.faults[0].point("forward")
+                self.faults().point("forward")
             x = block(x)
             if i == 1:
-                x = _Point.apply(x, self.faults[0])
+                x = _Point.apply(x, self.faults())
         return self.head(x)
 
 

@@ -50,7 +50,7 @@ def train(
     def forward_backward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with accelerator.accumulate(model):
             loss = model(batch.pop("x")).square().mean()
-            raw.faults[0].point("loss")
+            raw.faults().point("loss")
             gathered = (exchange or accelerator.gather)(loss.detach())
             accelerator.backward(loss)
             return gathered.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import itertools
@@ -24,6 +25,17 @@ class Thing:
         self.count, self.items = 0, [1]
 
 
+class Slotted:
+    __slots__ = ("count", "later")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Listed(list[int]):
+    count = 0
+
+
 class Peculiar(nn.Module):
     """State of every kind."""
 
@@ -44,6 +56,15 @@ class Peculiar(nn.Module):
         self.legacy = np.random.RandomState(3)
         self.array, self.wide = np.ones(3), np.zeros(LARGE)
         self.numbers = iter([1, 2, 3, 4])
+        self.inside = [torch.zeros(2), {"t": torch.zeros(2)}, Thing(), np.ones(2)]
+        self.pair = ([], random.Random(5))
+        self.drawn = {"g": torch.Generator().manual_seed(6)}
+        self.deep = Thing()
+        self.deep.inner = Thing()
+        self.deep.inner.inner = Thing()
+        self.deep.inner.state = None
+        self.slotted, self.listed = Slotted(), Listed([1])
+        self.bytes, self.typed = bytearray(b"a"), array.array("d", [1])
 
 
 def _state(module: Peculiar) -> dict[str, object]:
@@ -59,6 +80,14 @@ def _state(module: Peculiar) -> dict[str, object]:
         "legacy": repr(module.legacy.get_state()),
         "arrays": (module.array.tolist(), module.wide.sum()),
         "iterator": list(copy.copy(module.numbers)),
+        "inside": repr(module.inside[:2]) + str(module.inside[3]),
+        "thing inside": (module.inside[2].count, module.inside[2].items),
+        "pair": (list(module.pair[0]), module.pair[1].getstate()),
+        "drawn": module.drawn["g"].get_state().tolist(),
+        "deep": (module.deep.inner.inner.count, module.deep.inner.state),
+        "slotted": (module.slotted.count, hasattr(module.slotted, "later")),
+        "listed": (list(module.listed), module.listed.count),
+        "bytes": (bytes(module.bytes), list(module.typed)),
         "parameters": [id(p) for p in module.parameters()],
         "children": [id(m) for m in module.children()],
     }
@@ -114,6 +143,32 @@ def _next(m: Peculiar) -> None:
     next(m.numbers)
 
 
+def _inside_containers(m: Peculiar) -> None:
+    m.inside[0].add_(1)
+    m.inside[1]["t"].add_(1)
+    m.inside[2].count += 1
+    m.inside[2].items.append(2)
+    m.inside[3][0] = 5
+    m.pair[0].append(1)
+    m.pair[1].random()
+    torch.rand(1, generator=m.drawn["g"])
+
+
+def _inside_objects(m: Peculiar) -> None:
+    m.deep.inner.inner.count += 1
+    m.deep.inner.state = 3
+    m.slotted.count, m.slotted.later = 1, 2
+    m.listed.append(2)
+    m.listed.count = 1
+    m.bytes.append(1)
+    m.typed.append(2)
+
+
+def _resized(m: Peculiar) -> None:
+    m.small.resize_(5).fill_(1)
+    m.inside[0].resize_(4).fill_(1)
+
+
 def _child(m: Peculiar) -> None:
     m.norm = nn.Identity()
 
@@ -123,6 +178,7 @@ def _child(m: Peculiar) -> None:
     [
         *(_new_attribute, _replaced, _in_place, _numbers, _statistics, _object, _draw),
         *(_draw_outside_torch, _arrays, _next, _child),
+        *(_inside_containers, _inside_objects, _resized),
     ],
 )
 def test_whatever_an_attempt_changes_is_put_back(change: Callable[[Peculiar], None]) -> None:
@@ -160,6 +216,42 @@ def test_objects_are_copied_in_the_first_step_and_where_they_change() -> None:
     module.thing.count += 1
     second.restore()
     assert module.thing.count == 1
+
+
+def test_an_object_that_a_later_step_is_the_first_to_change_is_put_back() -> None:
+    module, changing = Peculiar(), ChangingState()
+    ModuleSnapshot(module.modules(), changing).learn()
+    second = ModuleSnapshot(module.modules(), changing)
+    _inside_objects(module)
+    module.thing.count += 1
+    second.restore()
+    assert (module.thing.count, module.deep.inner.inner.count, module.slotted.count) == (0, 0, 0)
+
+
+def test_a_large_container_is_copied_once_a_step_has_shown_that_it_changes() -> None:
+    module, changing = Peculiar(), ChangingState()
+    module.items = list(range(20_000))
+    ModuleSnapshot(module.modules(), changing).learn()
+    second = ModuleSnapshot(module.modules(), changing)
+    module.items.append(1)
+    with pytest.raises(RestoreError, match="'0 items', of which no copy was taken since no step"):
+        second.check()
+    third = ModuleSnapshot(module.modules(), changing)
+    module.items.append(1)
+    third.check()
+    third.restore()
+    assert len(module.items) == 20_001
+
+
+def test_what_has_not_changed_is_not_copied_again() -> None:
+    module, changing = Peculiar(), ChangingState()
+    first = ModuleSnapshot(module.modules(), changing)
+    second = ModuleSnapshot(module.modules(), changing)
+    tensor = id(module.inside[0])
+    assert second.values.tensors[tensor] is first.values.tensors[tensor]
+    module.inside[0].add_(1)
+    third = ModuleSnapshot(module.modules(), changing)
+    assert third.values.tensors[tensor] is not first.values.tensors[tensor]
 
 
 def test_a_large_array_is_copied_where_steps_change_it() -> None:
