@@ -69,7 +69,7 @@ def _worker(rank: int, trials: list[Trial], store: str, results: Any) -> None:  
             wanted = run(trial, rank, faulty=False, progress=progress)
             found = run(trial, rank, faulty=True, progress=progress)
         except RuntimeError as error:
-            results.put((rank, i, f"aborted: {type(error).__name__}: {str(error)[:300]}"))
+            results.put((rank, i, f"aborted: {type(error).__name__}: {str(error)[:1000]}"))
             return  # the group is gone: the other trials need new processes
         except NeverFailed as error:
             results.put((rank, i, f"wrong: memory did not run out: {error}"))
