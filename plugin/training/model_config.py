@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from rematic.recipes import ModelConfig
@@ -152,10 +153,36 @@ def _check_vocabulary(config: PreTrainedConfig, *, num_tokens: int | None) -> No
 def _check_positions(config: PreTrainedConfig, *, max_length: int) -> None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < max_length:
-        raise ValueError(
-            f"data.max_length is {max_length}, but the model has positions for {positions} tokens; "
-            f"write data.max_length={positions}, or raise model.config.max_position_embeddings"
-        )
+        raise ValueError(_too_long(max_length, positions))
+
+
+def check_position_table(model: nn.Module, *, max_length: int) -> None:
+    """Refuses sequences that are longer than a table of positions with rows for padding.
+
+    Models such as RoBERTa count positions from behind the row of padding, so that of
+    `max_position_embeddings` rows some are for no token.
+
+    Args:
+        model: A model of transformers; its weights need not exist.
+        max_length: Longest sequence that it will be given, in tokens.
+
+    Raises:
+        ValueError: There are fewer rows than tokens.
+    """
+    for name, table in model.named_modules():
+        is_table = isinstance(table, nn.Embedding) and "position" in name.rpartition(".")[2]
+        if isinstance(table, nn.Embedding) and is_table and table.padding_idx is not None:
+            positions = table.num_embeddings - table.padding_idx - 1
+            if positions < max_length:
+                raise ValueError(_too_long(max_length, positions))
+
+
+def _too_long(max_length: int, positions: int) -> str:
+    return (
+        f"the longest sequence has {max_length} tokens, but the model has positions for "
+        f"{positions} tokens; write data.max_length={max(positions, 2)} (less where "
+        "data.pad_to_multiple rounds up), or raise model.config.max_position_embeddings"
+    )
 
 
 def _make_config(model: ModelConfig, *, marks: Mapping[str, int | None]) -> PreTrainedConfig:

@@ -10,6 +10,7 @@ from rematic.recipes import Recipe
 from rematic.training.adapters import add_adapter
 from rematic.training.dtype_inventory import check_dtypes
 from rematic.training.model import DTYPES, build_empty_model, build_model, load_model
+from rematic.training.model_config import check_position_table
 from rematic.training.model_size import ModelSize, size_of
 from rematic.training.optimizer_memory import optimizer_state_bytes
 from rematic.training.quantize import (
@@ -78,14 +79,20 @@ def prepare_empty_model(recipe: Recipe, *, config: PreTrainedConfig) -> nn.Modul
     return model
 
 
-def measure_recipe(recipe: Recipe, *, config: PreTrainedConfig) -> ModelSize:
+def measure_recipe(recipe: Recipe, *, config: PreTrainedConfig, max_length: int = 1) -> ModelSize:
     """What the model of a recipe holds, found without allocating its weights.
 
+    Args:
+        recipe: The recipe.
+        config: The config of its model.
+        max_length: Longest sequence that it will be given, in tokens.
+
     Raises:
-        ValueError: As `prepare_empty_model`.
+        ValueError: As `prepare_empty_model`, or the model has no positions for such sequences.
     """
     saved_bytes = _bytes_saved_by_quantization(recipe, config)
     model = prepare_empty_model(recipe, config=config)
+    check_position_table(model, max_length=max_length)
     full = size_of(
         model, optimizer_bytes=optimizer_state_bytes(model.parameters(), recipe.training)
     )

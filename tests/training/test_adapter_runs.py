@@ -103,6 +103,16 @@ BAD = [
     ),
     (("data.pad_to_multiple=3000", "data.max_length=4000"), "has positions for 4096 tokens"),
     (
+        (
+            "model.task=masked-lm",
+            "model.type=roberta",
+            "model.config={vocab_size: 320, hidden_size: 32, num_hidden_layers: 2,"
+            " num_attention_heads: 2, max_position_embeddings: 48, pad_token_id: 1}",
+        ),
+        # of 48 rows one is of padding, and the one before it of no token
+        "has 48 tokens, but the model has positions for 46 tokens; write data.max_length=46",
+    ),
+    (
         ("model.attention=flash_attention_2",),
         "is 'flash_attention_2', which cannot be",
     ),

@@ -74,8 +74,8 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
         (tiny(vocab_size=256), "vocab_size is 256; the data is read as bytes, which needs at"),
         (
             tiny(max_position_embeddings=7),
-            "data.max_length is 8, but the model has positions for 7 tokens; write "
-            "data.max_length=7, or raise model.config.max_position_embeddings",
+            "the longest sequence has 8 tokens, but the model has positions for 7 tokens; write "
+            "data.max_length=7 (less where data.pad_to_multiple rounds up), or raise",
         ),
     ],
     ids=["none", "near", "vision", "key", "type", "heads", "vocabulary", "positions"],
