@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +54,25 @@ def save_weights(
             path = folder / (ADAPTER_FOLDER if kind == "adapter" else MODEL_FOLDER)
             written = untyped
         options = {} if state is None else {"state_dict": dict(state)}
-        written.save_pretrained(path, **options)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(path)
+        with _whole_or_not_at_all(path) as unfinished:
+            written.save_pretrained(unfinished, **options)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
         saved.append(path)
     return saved
+
+
+@contextlib.contextmanager
+def _whole_or_not_at_all(path: Path) -> Iterator[Path]:
+    """Gives a folder beside `path` to write to; it takes its place when all of it is there."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield unfinished
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(unfinished, path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def merge_adapter(recipe: Recipe, model: nn.Module) -> Any:  # noqa: ANN401 - of transformers
