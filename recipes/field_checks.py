@@ -6,6 +6,12 @@ import math
 import re
 from collections.abc import Collection, Mapping
 
+_LARGEST_INT = 2**63 - 1
+"""The largest whole number that torch and the system take."""
+
+_FLOAT_END = 2.0**128
+"""No number in 32 bits is as large."""
+
 _FOLDER_NAME = re.compile(r"\w(?:[\w .+-]{0,98}[\w+-])?")
 
 
@@ -46,7 +52,10 @@ def whole_number(
     value = getattr(config, field)
     if value is None and optional:
         return
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if maximum is None and is_number and value > _LARGEST_INT:
+        maximum = _LARGEST_INT
+    ok = is_number and value >= minimum
     expected = f"a whole number of at least {minimum}"
     if maximum is not None:
         ok = ok and value <= maximum
@@ -59,7 +68,8 @@ def positive_number(config: object, field: str, *, remedy: str, optional: bool =
     if getattr(config, field) is None and optional:
         return
     ok = _is_finite(config, field) and getattr(config, field) > 0
-    require(config, field, ok, expected="a finite number above 0", remedy=remedy)
+    expected = f"a finite number above 0{_bound(config, field)}"
+    require(config, field, ok, expected=expected, remedy=remedy)
 
 
 def number_from_zero(
@@ -67,7 +77,7 @@ def number_from_zero(
 ) -> None:
     """Require a finite number of at least 0 and, if given, below a bound."""
     ok = _is_finite(config, field) and getattr(config, field) >= 0
-    expected = "a finite number of at least 0"
+    expected = f"a finite number of at least 0{_bound(config, field)}"
     if below is not None:
         ok = ok and getattr(config, field) < below
         expected = f"a number of at least 0 and below {below:g}"
@@ -76,7 +86,15 @@ def number_from_zero(
 
 def _is_finite(config: object, field: str) -> bool:
     value = getattr(config, field)
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -_FLOAT_END < value < _FLOAT_END
+
+
+def _bound(config: object, field: str) -> str:
+    """Words for what a number is above although it is finite."""
+    value = getattr(config, field)
+    is_large = isinstance(value, float) and _FLOAT_END <= value < math.inf
+    return " and below 2**128, as 32 bits hold it" if is_large else ""
 
 
 def true_or_false(config: object, field: str) -> None:

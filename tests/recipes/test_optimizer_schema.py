@@ -53,6 +53,24 @@ from tests.recipes.refusals import assert_refused
         ),
         (
             TrainingConfig,
+            {"learning_rate": 1e300},
+            "learning_rate is 1e+300; expected a finite number above 0 and below 2**128, as 32 bits"
+            " hold it; write for example 3.0e-4",
+        ),
+        (
+            TrainingConfig,
+            {"weight_decay": 1e39},
+            "weight_decay is 1e+39; expected a finite number of at least 0 and below 2**128, as 32"
+            " bits hold it; write 0 for none",
+        ),
+        (
+            TrainingConfig,
+            {"accumulate": 2**63},
+            "accumulate is 9223372036854775808; expected a whole number from 1 to"
+            " 9223372036854775807; write 1 for a step after each micro-batch",
+        ),
+        (
+            TrainingConfig,
             {"final_share": 0.1},
             "final_share is 0.1; expected 0, since the schedule is constant; write schedule:"
             " cosine, or remove it",
