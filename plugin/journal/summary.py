@@ -123,7 +123,8 @@ def summarize(events: Iterable[Event]) -> RunSummary:
 
 _READ = (
     *("step", "policy", "plan", "length", "tokens", "seconds"),
-    *("peak_bytes", "predicted_peak_bytes", "budget_bytes", "evictions", "evicted_bytes"),
+    *("peak_bytes", "peak_source", "predicted_peak_bytes", "budget_bytes"),
+    *("evictions", "evicted_bytes"),
     *("op_retries", "unit_retries", "step_retries", "replays"),
 )
 """What is read of a step; the rest of it is not kept, since a long run has many."""

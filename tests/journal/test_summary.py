@@ -112,6 +112,14 @@ def test_some_steps_say_nothing_about_predictions(changes: dict[str, object]) ->
     assert prediction_error(step(1, **{"predicted_peak_bytes": 100 * MIB, **changes})) is None
 
 
+def test_a_run_counts_no_sampled_peak_below_its_prediction() -> None:
+    sampled = {"peak_source": "unit ends", "predicted_peak_bytes": 200 * MIB}
+    exact = {"peak_source": "op ends", "predicted_peak_bytes": 101 * MIB}
+    summary = summarize([step(0, **exact), *(step(n, **sampled) for n in (1, 2, 3))])
+    assert summary.predictions == 1
+    assert summary.prediction_error_max == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize("source", ["op ends", "unit ends", "start of backward"])
 def test_a_peak_above_the_prediction_counts_wherever_it_was_read(source: str) -> None:
     assert prediction_error(step(1, peak_source=source)) == pytest.approx(0.01)
