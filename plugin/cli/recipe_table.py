@@ -90,7 +90,7 @@ def _list_row(recipe: Recipe) -> list[str]:
         recipe.name,
         _tokens(recipe),
         device_text(recipe, planned),
-        planned.peak or "-",
+        _peak(planned) or "-",
         "-" if planned.step_seconds is None else f"{planned.step_seconds:.3g}",
         "-" if rate is None else _rate(rate),
         _measured(recipe) or "-",
@@ -111,8 +111,12 @@ def _figures_to_dict(recipe: Recipe, figures: FiguresConfig) -> dict[str, object
 def _measured(recipe: Recipe) -> str:
     figures = recipe.measured_on
     rate = figures.tokens_per_second
-    parts = [figures.peak, None if rate is None else f"{_rate(rate)} tokens/s"]
+    parts = [_peak(figures), None if rate is None else f"{_rate(rate)} tokens/s"]
     return ", ".join(part for part in parts if part is not None)
+
+
+def _peak(figures: FiguresConfig) -> str | None:
+    return None if figures.peak_bytes is None else format_bytes(figures.peak_bytes)
 
 
 def _cell(forecast: RecipeForecast, row: PolicyForecast) -> str:

@@ -8,6 +8,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from rematic import recipes
+from rematic.byte_sizes import format_bytes
 from rematic.cli import main
 from rematic.cli.accelerate_file import SECTION, load_accelerate_file, section_of
 from rematic.recipes import list_recipes, load_recipe
@@ -32,7 +33,9 @@ def test_lists_every_recipe_with_length_device_peak_and_time(
     (row,) = [line for line in lines if line.startswith("llama-3.1-8b-full-32k-fsdp2 ")]
     assert "32,768" in row
     assert "8 x h100" in row
-    assert load_recipe("llama-3.1-8b-full-32k-fsdp2").planned_on.peak in row
+    peak_bytes = load_recipe("llama-3.1-8b-full-32k-fsdp2").planned_on.peak_bytes
+    assert peak_bytes is not None
+    assert format_bytes(peak_bytes) in row
 
 
 def test_lists_as_json(capsys: pytest.CaptureFixture[str]) -> None:
