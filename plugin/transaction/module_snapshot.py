@@ -92,9 +92,9 @@ class ModuleSnapshot:
         self._outside: list[StateOutsideTorch] = []
         self._left_out: set[tuple[int, str]] = set()
         modules, seen = list(modules), set[int]()
-        self._rooms = {room_of(type(module)) for module in modules}
+        rooms = {room_of(type(module)) for module in modules}
         self.values = ValueState(
-            lambda kind: room_of(kind) in self._rooms,
+            lambda kind: room_of(kind) in rooms,  # a snapshot must not hold itself
             may_change=lambda name: not changing.is_known or name in changing.names,
             known=changing.tensors,
         )

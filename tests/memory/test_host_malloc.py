@@ -58,7 +58,7 @@ def test_blocks_as_large_as_those_of_a_short_sequence_leave_no_holes(child: Chil
         tell(in_all=in_all, in_holes=glibc.read_heap().free_bytes - before)
     """)
     assert told["in_all"] > 29 * MIB
-    assert told["in_holes"] < 2 * MIB
+    assert told["in_holes"] < told["in_all"] / 4
 
 
 @pytest.mark.parametrize("use", [use_caching_malloc, use_mapping_malloc])

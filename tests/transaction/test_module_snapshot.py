@@ -5,8 +5,10 @@ from __future__ import annotations
 import array
 import collections
 import copy
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -301,3 +303,15 @@ def test_a_forward_that_a_host_has_exchanged_is_left_as_it_is() -> None:
     del module.forward
     snapshot.restore()
     assert "forward" not in vars(module)
+
+
+def test_a_snapshot_dies_with_its_last_user() -> None:
+    """Not when garbage is collected: what it copied counts as memory in use until then."""
+    gc.disable()
+    try:
+        snapshot = ModuleSnapshot([nn.Linear(2, 2)], ChangingState())
+        gone = weakref.ref(snapshot.values)
+        del snapshot
+        assert gone() is None
+    finally:
+        gc.enable()
