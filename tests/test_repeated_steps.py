@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch import nn
 
 import rematic
 from rematic.recipes import PolicyConfig, Recipe
+from rematic.transaction import ModuleSnapshot, StepTransaction
+from rematic.transaction.value_state import ValueState
 from tests.step_models import TiedModel, different, everything, make_batches, make_tied_model
 
 STEP_ALONE = Recipe(policy=PolicyConfig(op_retry="never"))
@@ -275,3 +278,25 @@ def test_a_step_that_takes_its_batch_from_a_closure_does_not_lose_it() -> None:
     ):
         session.run(step, None)
     session.detach()
+
+
+def test_nothing_of_a_step_that_went_well_waits_for_the_collector() -> None:
+    """What was copied for a second attempt counts as memory in use while it lives."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    session = rematic.attach(model, policy="keep")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            session.run(step, torch.ones(3, 4))
+        kinds = (StepTransaction, ModuleSnapshot, ValueState)
+        assert [type(found) for found in gc.get_objects() if type(found) in kinds] == []
+    finally:
+        gc.enable()
+        session.detach()

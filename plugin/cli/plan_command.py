@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -93,6 +94,7 @@ def _plan(
     """Traces the recipe's model and judges every policy at every length."""
     from rematic.cli.plan_report import PlanReport, usable_bytes_of
     from rematic.cost import trace_recipe
+    from rematic.cost.factory_profile import trace_factory
     from rematic.cost.roofline import pace_of
     from rematic.planner import POLICIES, Terms, forecast_step, longest_length
 
@@ -106,28 +108,15 @@ def _plan(
     if arguments.max_length:
         limit = 4 * limit if positions is None else max(limit, positions)
     batch, padded = arguments.batch or recipe.data.batch_size, arguments.padded
-    on_gpu = device.name != "cpu"
-    if factory is None:
-        profile = trace_recipe(
-            recipe,
-            on_accelerator=on_gpu,
-            batch=batch,
-            padded=(padded,),
-            max_length=limit,
-            actions=actions_to_plan(recipe),
-        )
-    else:
-        from rematic.cost.factory_profile import trace_factory
-
-        profile = trace_factory(
-            factory,
-            recipe,
-            on_accelerator=on_gpu,
-            batch=batch,
-            padded=padded,
-            max_length=limit,
-            actions=actions_to_plan(recipe),
-        )
+    trace = trace_recipe if factory is None else functools.partial(trace_factory, factory)
+    profile = trace(
+        recipe,
+        on_accelerator=device.name != "cpu",
+        batch=batch,
+        padded=(padded,),
+        max_length=limit,
+        actions=actions_to_plan(recipe),
+    )
     pace = pace_of(device)
 
     def costs_at(length: int) -> StepCosts:

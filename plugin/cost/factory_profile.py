@@ -28,7 +28,7 @@ def trace_factory(
     *,
     on_accelerator: bool,
     batch: int,
-    padded: bool,
+    padded: Sequence[bool],
     max_length: int,
     actions: Sequence[Action] = LOSSLESS,
 ) -> StepProfile:
@@ -44,7 +44,7 @@ def trace_factory(
         recipe: What it says of training, processes and units counts.
         on_accelerator: Whether the model will run on one.
         batch: Sequences in a micro-batch.
-        padded: Whether a mask hides some tokens.
+        padded: Padding patterns to trace: whether a mask hides some tokens.
         max_length: Longest sequence to ask for.
         actions: Actions to trace.
 
@@ -57,7 +57,7 @@ def trace_factory(
         make_batch=language_model_batch if make_batch is None else _named(path, make_batch),
         actions=tuple(actions),
         batch=batch,
-        padded=(padded,),
+        padded=tuple(padded),
         max_length=max_length,
         on_accelerator=on_accelerator,
     )
