@@ -90,3 +90,12 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # asking first would take as long again, for every saved tensor
         return -1
+
+
+def put_values_back(tensor: torch.Tensor, clone: torch.Tensor) -> None:
+    """Gives a tensor the values, and the shape, that a copy of it has."""
+    if tensor.shape == clone.shape:
+        # .data: the version must not rise, or an earlier graph over this tensor breaks
+        tensor.data.copy_(clone)
+    else:  # it was resized
+        tensor.data = clone.clone()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from rematic.activations.container_state import ContainerState
 from rematic.activations.harmless_writes import HarmlessWrites, OwnWrites
 from rematic.activations.host_generators import HOST_GENERATORS, HostGenerator
 from rematic.activations.kept_values import (
@@ -18,11 +18,13 @@ from rematic.activations.kept_values import (
     CONTAINERS,
     copied,
     is_plain_object,
+    put_values_back,
     version_of,
     without_graph,
 )
 from rematic.activations.module_walk import OF_EVERY_MODULE, PLAIN, ModuleWalk
 from rematic.activations.object_state import Place
+from rematic.activations.standing_names import StandingNames
 
 
 @dataclass(slots=True)
@@ -50,18 +52,6 @@ class ParameterState:
 
 
 @dataclass(slots=True)
-class ContainerState:
-    """One attribute that is a list, dictionary or the like, as forward saw it.
-
-    A copy alone: the container may come to hold an output of the unit, and with it its graph.
-    """
-
-    home: dict[str, Any]
-    name: str
-    contents: Any
-
-
-@dataclass(slots=True)
 class ComputedState:
     """One attribute that is a tensor with a graph, as forward saw it (the state of a recurrence).
 
@@ -80,6 +70,7 @@ class ModuleState:
 
     __slots__ = (
         "_host_states",
+        "_standing",
         "attributes",
         "children",
         "computed",
@@ -121,6 +112,7 @@ class ModuleState:
         ]
         self._host_states = [(g, g.get_state()) for g in HOST_GENERATORS if mutable is None]
         self.parameters: list[ParameterState] = []
+        self._standing = StandingNames()
         walk = walk or ModuleWalk()
         for known, part in walk.through(module, anew=mutable is None):
             prefix = known.prefix
@@ -130,6 +122,7 @@ class ModuleState:
                     places.append((part.__dict__, name, prefix + name))
             else:
                 places += self._read_attributes(part, prefix, mutable)
+            self._standing.add(part, known)
             if known.children:
                 self.children.append((part._modules, known.children))
             for name, buffer in part._buffers.items():
@@ -159,7 +152,14 @@ class ModuleState:
             if kind in PLAIN:
                 plain[name] = value
             elif kind in CONTAINERS:
-                self.containers.append(ContainerState(values, name, copied(value)))
+                self.containers.append(
+                    ContainerState.read(
+                        values,
+                        name,
+                        prefix + name,
+                        clones=mutable is None or prefix + name in mutable,
+                    )
+                )
             elif isinstance(value, (int, float, str)):  # enumerations, numbers of other libraries
                 plain[name] = value
             elif isinstance(value, torch.Generator):
@@ -212,6 +212,7 @@ class ModuleState:
         """Returns the full names of what forward changed: cloned tensors, objects, generators."""
         names = {held.full_name for held in self.objects if held.changed()}
         names |= {g.name for g, state in self._host_states if state != g.get_state()}
+        names |= {kept.full_name for kept in self.containers if kept.changed()}
         return frozenset(names) | frozenset(
             state.full_name
             for state in self.tensor_states
@@ -233,6 +234,9 @@ class ModuleState:
         for computed in self.computed:
             if computed.version not in (None, version_of(computed.tensor)):
                 return f"attribute {computed.name!r}"
+        for kept in self.containers:
+            if any(clone is None and version_of(t) != v for t, v, clone in kept.tensors.values()):
+                return f"tensor {kept.full_name!r}"
         for held in self.objects:
             name = held.changed_tensor()
             if name is not None:
@@ -242,12 +246,13 @@ class ModuleState:
 
     def restore(self) -> None:
         """Puts values, not copies of them, back after a failed forward that will run again."""
+        self._standing.remove_new()
         if self.outside is not None:
             self.outside.restore()
         for module, values in self.attributes:
             restore_plain(module, values)
         for kept in self.containers:
-            _refill(kept)
+            kept.restore()
         for computed in self.computed:
             computed.home[computed.name] = computed.tensor
         for held in self.objects:
@@ -255,8 +260,7 @@ class ModuleState:
         for state in self.tensor_states:
             state.home[state.name] = state.tensor
             if state.tensor is not None and state.clone is not None:
-                # .data: the version must not rise, or an earlier graph over this buffer breaks
-                state.tensor.data.copy_(state.clone)
+                put_values_back(state.tensor, state.clone)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -267,6 +271,7 @@ class ModuleState:
         exchanged = [(home, dict(home)) for home, then in self.children if home != then]
         frozen = [p for p in self.parameters if p.tensor.requires_grad is not p.requires_grad]
         guarded: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        show_new: Callable[[], None] | None = None
         try:
             for parameter, _ in replaced:
                 parameter.home[parameter.name] = parameter.tensor
@@ -275,6 +280,7 @@ class ModuleState:
             for home, then in self.children:
                 if home != then:
                     _replace(home, then)
+            show_new = self._standing.hide_new()
             guarded = self._show_attributes()
             for state in self.tensor_states:
                 shown = state.tensor if state.clone is None else state.clone.clone()
@@ -286,6 +292,8 @@ class ModuleState:
                 parameter.tensor.requires_grad_(not parameter.requires_grad)
             for parameter, there in replaced:
                 parameter.home[parameter.name] = there
+            if show_new is not None:
+                show_new()
             for home, now in exchanged:
                 _replace(home, now)
             for part, present, buffers in before:
@@ -299,7 +307,7 @@ class ModuleState:
         for part, values in self.attributes:
             restore_plain(part, values)
         for kept in self.containers:
-            kept.home[kept.name] = copied(kept.contents)
+            kept.home[kept.name] = kept.shown()
         for computed in self.computed:
             computed.home[computed.name] = without_graph(computed.tensor)
         shown = [held.show() for held in self.objects]
@@ -325,19 +333,6 @@ def _restore_all(present: dict[str, Any], values: dict[str, Any]) -> None:
 def _replace(present: dict[str, Any], wanted: dict[str, Any]) -> None:
     present.clear()
     present.update(wanted)
-
-
-def _refill(kept: ContainerState) -> None:
-    # Any: one of the types of CONTAINERS, the same as that of the copy
-    container: Any = kept.home.get(kept.name)
-    if type(container) is not type(kept.contents):
-        kept.home[kept.name] = copied(kept.contents)
-        return
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(kept.contents)
-    else:
-        container.update(kept.contents)
 
 
 def _parameter_state(home: dict[str, Any], name: str, tensor: torch.Tensor) -> ParameterState:

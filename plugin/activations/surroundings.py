@@ -8,6 +8,7 @@ the first: a unit that does so is found out before anything is replayed.
 
 from __future__ import annotations
 
+import array
 import functools
 import logging
 import operator
@@ -170,7 +171,10 @@ def _not_restored(name: str, value: Value, *, depth: int = 0) -> Iterator[tuple[
     """
     if isinstance(value, (torch.Tensor, *_SCALARS)) and depth < _DEEPEST:
         return
-    if type(value) in CONTAINERS or type(value) is tuple:
+    if type(value) is tuple:
+        if any(not isinstance(item, (torch.Tensor, *_SCALARS)) for item in value):
+            yield name, value
+    elif type(value) in CONTAINERS:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             if not isinstance(item, (torch.Tensor, *_SCALARS)):
@@ -201,6 +205,8 @@ def _token(value: Value) -> Value:
         return repr(value.get_state(legacy=False))
     if hasattr(type(value), "__array_interface__") and hasattr(type(value), "tobytes"):
         return value.tobytes() if value.nbytes <= MAX_BYTES else None
+    if isinstance(value, array.array):
+        return value.tobytes()
     if isinstance(value, (list, tuple, deque, bytearray)):
         return type(value), len(value), [id(item) for item in value]
     if isinstance(value, (set, frozenset)):

@@ -124,7 +124,7 @@ class Unit(UnitFindings):
             self._mutable.clear()
             self._schedule = CheckSchedule()
             self._walk = ModuleWalk()
-            self.pinned, self.joint, self.graphless = None, None, False
+            self.pinned, self.joint, self.graphless, self.refused = None, None, False, False
         self._forward = UnitForward(self, module)
 
     def is_bypassed(self) -> bool:
@@ -153,10 +153,7 @@ class Unit(UnitFindings):
         caches = CachesOfCall(self.module, (args, kwargs))
         recorded = caches.for_record((args, kwargs))
         filled_cache = caches.is_filled
-        if caches.are_written:
-            self.note_for_all(FILLS_CACHE)
-        if not self.module.training:
-            self.note_for_all(_EVALUATES)
+        self._note_unusual(caches)
         given = ContainerContents((*args, *kwargs.values()))
         self._meet_new_hooks()
         self._schedule.begin_call(self.module.training)
@@ -176,7 +173,7 @@ class Unit(UnitFindings):
                     output = self._joined(record, output, (args, kwargs))
             except RuntimeError as error:
                 may_help = held or last_tries.are_left or self.ledger.resident_bytes() > 0
-                if not may_help or not self._can_run_again(error, record):
+                if not may_help or not self._can_run_again(error, record, surroundings):
                     raise
                 failure = str(error)
                 # None: memory ran out while its state was taken down, and forward has not begun
@@ -188,31 +185,30 @@ class Unit(UnitFindings):
             # outside `except`: the failed attempt is freed before anything is tried again
             del record
             eviction = self.ledger.evict(wanted)
-            if not held and not eviction.bytes_freed and not last_tries.take():
+            if (awaits or not held) and not eviction.bytes_freed and not last_tries.take():
                 raise torch.OutOfMemoryError(failure)
             self.num_retries += 1
             if self.ledger.at_unit_retry is not None:
                 self.ledger.at_unit_retry(self.name, wanted, eviction)
-            # nothing left to let go: this record starts evicted
-            held = held and eviction.bytes_freed > 0
+            # nothing left to let go: this record starts evicted, if it is known that it can be
+            held = awaits or (held and eviction.bytes_freed > 0)
             if before is not None:
                 before[0].restore()
                 restore_generators(before[1])
                 given.restore()
                 caches.restore()
 
+    def _note_unusual(self, caches: CachesOfCall) -> None:
+        if caches.are_written:
+            self.note_for_all(FILLS_CACHE)
+        if not self.module.training:
+            self.note_for_all(_EVALUATES)
+
     def _joined(self, record: Record, parted: Parted, call: Call) -> Any:
         if record.live_holders():
             self.graphless = False
             self.note_once(GRAPH_IS_SHARED)
         return joined(record, parted, call, self.ledger)
-
-    def _can_run_again(self, error: RuntimeError, record: Record | None) -> bool:
-        return (
-            is_out_of_memory(error)
-            and self.joint is None  # the other ranks would not run it again
-            and (record is None or not record.arguments.mutated_positions())
-        )
 
     def _open(
         self, call: tuple[tuple[Any, ...], dict[str, Any]], *, held: bool, filled_cache: bool

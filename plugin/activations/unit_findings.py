@@ -9,6 +9,8 @@ from rematic.activations.hidden_stash import HiddenStash
 from rematic.activations.ledger import Ledger
 from rematic.activations.notices import Notice, words_of
 from rematic.activations.record import Record
+from rematic.activations.surroundings import Surroundings
+from rematic.memory import is_out_of_memory
 
 _log = logging.getLogger("rematic")
 
@@ -31,6 +33,8 @@ class UnitFindings:
         self.graphless = False
         """Whether its graph keeps tensors unseen, so that records which do not start held do
         without one."""
+        self.refused = False
+        """Whether its forward changes what neither a replay nor a retry finds as it was."""
         self._notes: set[str] = set()
 
     def note_once(self, text: str) -> None:
@@ -61,8 +65,27 @@ class UnitFindings:
 
     def refuse(self, record: Record, objection: str) -> None:
         """Keeps it under every policy, unless the user vouches for it."""
+        self.refused = True
         reason = objection.rstrip(".")
         self.pin(record, f"{reason}. If you know better, name it in `policy.trust`")
+
+    def _can_run_again(
+        self, error: RuntimeError, record: Record | None, surroundings: Surroundings | None
+    ) -> bool:
+        """Returns whether a forward that failed may run again, as it did the first time.
+
+        Args:
+            error: What it raised.
+            record: Its record, None if there was no room for one.
+            surroundings: What it can reach outside, if that was read before.
+        """
+        return (
+            is_out_of_memory(error)
+            and self.joint is None  # the other ranks would not run it again
+            and not self.refused
+            and (record is None or not record.arguments.mutated_positions())
+            and (surroundings is None or surroundings.change() is None)
+        )
 
     def pin(self, record: Record, reason: str) -> None:
         """Keeps it under every policy, and the record of the call that showed why."""

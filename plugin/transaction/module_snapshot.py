@@ -19,6 +19,7 @@ from rematic.activations.kept_values import (
     CLONED_BUFFER_BYTES,
     copied,
     is_plain_object,
+    put_values_back,
     version_of,
 )
 from rematic.activations.module_walk import OF_EVERY_MODULE
@@ -30,11 +31,12 @@ from rematic.transaction.value_state import (
     Held,
     ValueState,
     has_graph,
-    put_values_back,
     room_of,
 )
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
+_HOLDERS = frozenset({"types", "collections", "argparse"})
+"""Where Python has classes whose objects only hold what their user puts there."""
 _DICTIONARIES = ("_parameters", "_buffers", "_modules")
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Buffers that kernels change without raising their in-place counter."""
@@ -86,13 +88,14 @@ class ModuleSnapshot:
         self._passed_over = OF_EVERY_MODULE | self._skipped
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dictionaries: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._empty: list[dict[str, Any]] = []
         self._tensors: list[_TensorState] = []
         self._objects: list[ObjectState] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self._outside: list[StateOutsideTorch] = []
         self._left_out: set[tuple[int, str]] = set()
         modules, seen = list(modules), set[int]()
-        rooms = {room_of(type(module)) for module in modules}
+        rooms = _HOLDERS | {room_of(type(module)) for module in modules}
         self.values = ValueState(
             lambda kind: room_of(kind) in rooms,  # a snapshot must not hold itself
             may_change=lambda name: not changing.is_known or name in changing.names,
@@ -110,6 +113,8 @@ class ModuleSnapshot:
             held = values[key]
             if held:
                 self._dictionaries.append((held, held.copy()))
+            else:
+                self._empty.append(held)
         for name, buffer in values["_buffers"].items():
             if buffer is not None:
                 self._read_tensor(buffer, name, position)
@@ -205,6 +210,8 @@ class ModuleSnapshot:
             _restore_attributes(present, before, self._skipped | left_out)
         for present, before in self._dictionaries:
             _replace_if_changed(present, before)
+        for empty in self._empty:
+            empty.clear()
         self.values.restore()
         for held in self._objects:
             if held.changed():

@@ -18,7 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from rematic.activations.kept_values import CLONED_BUFFER_BYTES, is_plain_object, version_of
+from rematic.activations.kept_values import (
+    CLONED_BUFFER_BYTES,
+    is_plain_object,
+    put_values_back,
+    version_of,
+)
 from rematic.activations.nested import iter_leaves
 from rematic.transaction.outside_torch import GENERATORS, StateOutsideTorch, is_iterator
 
@@ -187,15 +192,6 @@ class ValueState:
                 self.outside.append(StateOutsideTorch.of_iterator(value.__dict__, key))
             else:
                 self.read(item, f"{name}.{key}")
-
-
-def put_values_back(tensor: torch.Tensor, clone: torch.Tensor) -> None:
-    """Gives a tensor the values, and the shape, that a copy of it has."""
-    if tensor.shape == clone.shape:
-        # .data: the version must not rise, or an earlier graph over this tensor breaks
-        tensor.data.copy_(clone)
-    else:  # it was resized
-        tensor.data = clone.clone()
 
 
 def has_graph(value: Value) -> bool:

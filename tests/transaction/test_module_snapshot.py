@@ -47,7 +47,7 @@ class Peculiar(nn.Module):
         self.register_buffer("large", torch.zeros(LARGE))
         self.register_buffer("none", None)
         self.weight = nn.Parameter(torch.ones(2))
-        self.norm = nn.BatchNorm1d(2)
+        self.norm, self.slot = nn.BatchNorm1d(2), nn.Identity()
         self.number, self.text, self.flag = 1, "a", None
         self.items, self.counter = [1, [2]], collections.Counter(a=1)
         self.table = {"x": {"y": 1}}
@@ -91,6 +91,8 @@ def _state(module: Peculiar) -> dict[str, object]:
         "listed": (list(module.listed), module.listed.count),
         "bytes": (bytes(module.bytes), list(module.typed)),
         "parameters": [id(p) for p in module.parameters()],
+        "tensors": [name for name, _ in (*module.named_parameters(), *module.named_buffers())],
+        "modules": [name for name, _ in module.named_modules()],
         "children": [id(m) for m in module.children()],
     }
 
@@ -166,6 +168,12 @@ def _inside_objects(m: Peculiar) -> None:
     m.typed.append(2)
 
 
+def _first_of_its_kind(m: Peculiar) -> None:
+    m.norm.child = nn.Linear(1, 1)
+    m.slot.weight, m.slot.child = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
+    m.slot.register_buffer("made", torch.ones(1))
+
+
 def _resized(m: Peculiar) -> None:
     m.small.resize_(5).fill_(1)
     m.inside[0].resize_(4).fill_(1)
@@ -180,7 +188,7 @@ def _child(m: Peculiar) -> None:
     [
         *(_new_attribute, _replaced, _in_place, _numbers, _statistics, _object, _draw),
         *(_draw_outside_torch, _arrays, _next, _child),
-        *(_inside_containers, _inside_objects, _resized),
+        *(_inside_containers, _inside_objects, _resized, _first_of_its_kind),
     ],
 )
 def test_whatever_an_attempt_changes_is_put_back(change: Callable[[Peculiar], None]) -> None:
