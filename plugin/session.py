@@ -69,7 +69,7 @@ class Session:
         self._num_updates = 0
         self.at_stop: Callable[[StopReport], str | None] | None = None
         """Called when a micro-batch is given up, before the error; saves a checkpoint and returns
-        where it is."""
+        where it is. If it fails, the report says why, and the training stops all the same."""
         self.split_by: str | None = "session.run(..., reduction=...)"
         """The call that takes how a loss combines sequences; None where batches are not split."""
         self._step: OpenStep | None = None

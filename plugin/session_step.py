@@ -10,6 +10,7 @@ import torch
 
 from rematic import control
 from rematic.activations import Ledger
+from rematic.at_stop import save_before_stop
 from rematic.batch_shape import BatchShape
 from rematic.control import (
     FailedAttempt,
@@ -229,10 +230,15 @@ class SessionStep:
         """Ends the step for good: a host saves a checkpoint, and the journal gets the report."""
         session = self._session
         step = session._close_step()
-        if session.at_stop is not None:
-            report = replace(report, checkpoint=session.at_stop(report))
-        snapshot = save_memory_snapshot(report, session.settings.journal)
-        report = replace(report, memory_snapshot=snapshot)
+        try:
+            report = save_before_stop(session.at_stop, report)
+            snapshot = save_memory_snapshot(report, session.settings.journal)
+            report = replace(report, memory_snapshot=snapshot)
+        finally:  # an interrupt while it is saved as well
+            self._write_stop(step, report)
+        return report
+
+    def _write_stop(self, step: OpenStep, report: StopReport) -> None:
         reason = report.obstacle or "every attempt that is allowed ran out of memory"
         self._session.settings.journal.write(
             {
@@ -245,7 +251,6 @@ class SessionStep:
                 **{k: v for k, v in report.to_plain().items() if k not in ("batch", "length")},
             }
         )
-        return report
 
     def torn(
         self, optimizer: torch.optim.Optimizer, changed: list[torch.Tensor], error: RuntimeError

@@ -277,8 +277,10 @@ class StepRecovery:
             num_torn = self.transaction.give_up()
         self.close()
         report = self._step.stop_report(self._attempts, obstacle, num_torn)
-        report = self._step.give_up(report)
-        abort_ranks()
+        try:
+            report = self._step.give_up(report)
+        finally:  # an interrupt while the training is saved as well
+            abort_ranks()
         error = StepOutOfMemoryError(control.format_stop(report))
         error.report = report
         raise error

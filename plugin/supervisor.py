@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from rematic import control
+from rematic.at_stop import save_before_stop
 from rematic.control import (
     Change,
     Comparison,
@@ -268,19 +269,24 @@ class Supervisor:
     def _stop(self, question: str) -> None:
         """Saves the training between two steps, and stops it."""
         self._stop_because = None
-        saved = self._saved(question)
-        self._write(
-            {"event": "stop", "reason": "a person must decide", "report": question}
-            | {"batch": None, "length": None, "checkpoint": saved}
-        )
-        where = f"It was saved to {saved}." if saved else "Nothing was there to save it."
+        report = self._report(question)
+        try:
+            report = save_before_stop(self._session.at_stop, report)
+        finally:  # an interrupt while it is saved as well
+            self._write(
+                {"event": "stop", "reason": "a person must decide", "report": question}
+                | {"batch": None, "length": None}
+                | {"checkpoint": report.checkpoint, "not_saved": report.not_saved}
+            )
+        where = "Nothing was there to save it."
+        if report.checkpoint:
+            where = f"It was saved to {report.checkpoint}."
+        elif report.not_saved:
+            where = f"It could not be saved ({report.not_saved})."
         raise RunStoppedError(f"the training was stopped: {question} {where}")
 
-    def _saved(self, question: str) -> str | None:
-        """Lets the host save the training; returns where, None for nowhere."""
-        if self._session.at_stop is None:
-            return None
-        report = StopReport(
+    def _report(self, question: str) -> StopReport:
+        return StopReport(
             batch=0,
             length=0,
             budget_bytes=self._session.budget_bytes,
@@ -289,7 +295,6 @@ class Supervisor:
             largest_length=None,
             resident_bytes=(),
         )
-        return self._session.at_stop(report)
 
     def _basis(self) -> dict[str, Any]:
         """Returns what plans are decided from beside each step's own figures, in plain types."""

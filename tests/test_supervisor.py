@@ -298,6 +298,34 @@ def test_a_run_is_saved_and_stopped_between_steps() -> None:
     assert all(map(same_bits, weights, run.model.parameters()))
 
 
+def test_a_run_that_cannot_be_saved_is_stopped_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run(recipe=Recipe(control=ControlConfig(escalation="checkpoint_and_stop")), **STUCK)
+
+    def save(report: Any) -> str:
+        raise OSError("disk full")
+
+    run.session.at_stop = save
+    with pytest.raises(RunStoppedError, match=r"could not be saved \(OSError: disk full\)"):
+        trouble(run)
+    (stop,) = run.journal.of("stop")
+    assert (stop["checkpoint"], stop["not_saved"]) == (None, "OSError: disk full")
+    assert any("disk full" in message for message in caplog.messages)
+
+
+def test_an_interrupt_while_a_run_is_saved_is_one_and_the_stop_is_written() -> None:
+    run = Run(recipe=Recipe(control=ControlConfig(escalation="checkpoint_and_stop")), **STUCK)
+
+    def save(report: Any) -> str:
+        raise KeyboardInterrupt
+
+    run.session.at_stop = save
+    with pytest.raises(KeyboardInterrupt):
+        trouble(run)
+    assert len(run.journal.of("stop")) == 1
+
+
 @pytest.mark.parametrize(
     ("escalation", "function", "given"),
     [("call", None, "there is no function"), ("warn", print, "there is a function")],

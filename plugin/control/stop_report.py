@@ -61,6 +61,9 @@ class StopReport:
     checkpoint: str | None = None
     """Where the training was saved before it stopped, None for nowhere."""
 
+    not_saved: str | None = None
+    """Why it could not be saved there, None if it was or nobody was to save it."""
+
     memory_snapshot: str | None = None
     """The file with what the device's allocator held then, None for none."""
 
@@ -125,6 +128,8 @@ def format_stop(report: StopReport) -> str:
         parts.append(f"Sequences of up to {report.largest_length} tokens are expected to fit.")
     if report.checkpoint is not None:
         parts.append(f"The training was saved to {report.checkpoint}.")
+    if report.not_saved is not None:
+        parts.append(f"The training could not be saved ({report.not_saved}).")
     if report.memory_snapshot is not None:
         parts.append(f"What the device held is in {report.memory_snapshot}.")
     return " ".join([*parts, *report.advice])

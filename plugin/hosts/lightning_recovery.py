@@ -268,13 +268,9 @@ class _Results:
 
 
 def save_emergency_checkpoint(trainer: pl.Trainer, report: StopReport) -> str | None:
-    """Saves a training that is about to stop; returns where, None if it could not be saved."""
+    """Saves a training that is about to stop; returns where, None where other ranks go on."""
     if trainer.world_size > 1:
         return None  # saving is a collective, and the others have not stopped
     path = Path(trainer.default_root_dir) / CHECKPOINT_NAME
-    try:
-        trainer.save_checkpoint(path)
-    except Exception as error:  # whatever it is, it must not hide why the training stops
-        _log.warning("the training could not be saved to %s before it stops: %s", path, error)
-        return None
+    trainer.save_checkpoint(path)
     return str(path)
