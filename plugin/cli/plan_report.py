@@ -17,6 +17,7 @@ HEADERS = (
     "kept",
     "gradients",
     "working set",
+    "head, loss",
     "where",
     "seconds",
     "slow-down",
@@ -140,7 +141,8 @@ def _row(forecast: PolicyForecast) -> list[str]:
         format_bytes(peak.total),
         format_bytes(_kept(peak)),
         format_bytes(max(0, peak.gradients)),
-        format_bytes(peak.working),
+        format_bytes(peak.working - _head(peak)),
+        format_bytes(_head(peak)),
         where_of(peak),
         f"{forecast.seconds:.3g}",
         f"{forecast.slow_down:.1%}",
@@ -182,10 +184,16 @@ def _peak_to_dict(peak: Peak) -> dict[str, object]:
         "fixed_bytes": peak.fixed,
         "kept_bytes": _kept(peak),
         "gradients_bytes": max(0, peak.gradients),
-        "working_bytes": peak.working,
+        "working_bytes": peak.working - _head(peak),
+        "head_bytes": _head(peak),
     }
 
 
 def _kept(peak: Peak) -> int:
     """Bytes kept, less what backward has freed by then beyond the gradients that it left."""
     return peak.kept + min(0, peak.gradients)
+
+
+def _head(peak: Peak) -> int:
+    """Bytes that head and loss need beyond what is kept, where the peak lies in them."""
+    return peak.working if peak.place == "head" else 0

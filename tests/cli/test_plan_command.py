@@ -51,8 +51,10 @@ def test_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["planned"]["seconds"] <= 1.001 * min(fitting)
     for row in rows.values():
         peak = row["peak"]
-        parts = ("fixed_bytes", "kept_bytes", "gradients_bytes", "working_bytes")
+        needed = ("working_bytes", "head_bytes")
+        parts = ("fixed_bytes", "kept_bytes", "gradients_bytes", *needed)
         assert sum(peak[part] for part in parts) == peak["bytes"]
+        assert peak[needed[peak["place"] != "head"]] == 0
     longest = report["longest"]
     assert longest["keep all"] < longest["every second block"] <= longest["planned"] <= 512
     assert longest["recompute all"] <= longest["planned"]
