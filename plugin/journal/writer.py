@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import logging
 import math
 import mmap
 import os
@@ -11,10 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from rematic.journal.events import DURABLE_KINDS, HEADER_FIELDS, SCHEMA_VERSION, JournalError
 from rematic.journal.parts import close_part, finish_closing
 
+_log = logging.getLogger("rematic")
 PART_BYTES = 64 << 20
 """A file that is larger is closed, and a new one begun."""
 
@@ -27,6 +32,9 @@ class JournalWriter:
     A line is handed to the operating system in one write, so a killed process leaves whole lines
     and at most one torn line at the end; opening the file again removes that torn line. Events
     of `DURABLE_KINDS`, and closing, also wait for the disk.
+
+    A warning is logged if another writer, of whatever process, writes the file: two runs in one
+    journal cannot be told apart.
 
     Args:
         path: File to append to; it is created when it does not exist, its folder is not.
@@ -49,8 +57,9 @@ class JournalWriter:
         finish_closing(self.path)
         self._clock = clock
         self._lock = threading.Lock()
-        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  # closed by close()
+        self._file = _opened(self.path)
         self._repair_tail()
+        self._is_marked = False
 
     def write(self, event: Mapping[str, object]) -> None:
         """Appends one event.
@@ -67,6 +76,8 @@ class JournalWriter:
         with self._lock:
             if self._file.closed:
                 raise JournalError(f"{self.path} is closed: event {event['event']!r} came too late")
+            if not self._is_marked:
+                self._mark()
             size_bytes = self._append(line)
             if event["event"] in DURABLE_KINDS:
                 os.fsync(self._file.fileno())
@@ -78,6 +89,9 @@ class JournalWriter:
         with self._lock:
             if not self._file.closed:
                 os.fsync(self._file.fileno())
+                # not by closing alone: forked workers may have it open
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
                 self._file.close()
 
     def __enter__(self) -> JournalWriter:
@@ -106,6 +120,16 @@ class JournalWriter:
             text = _ENCODER.encode({**head, **plain})
         return (text + "\n").encode()
 
+    def _mark(self) -> None:
+        """Marks the file as being written, as late as this: other ranks open it, too."""
+        self._is_marked = True
+        if not _is_alone(self._file):
+            _log.warning(
+                "%s is being written by another run: expected a journal for each, as their events "
+                "cannot be told apart afterwards. Give this one another path.",
+                self.path,
+            )
+
     def _append(self, line: bytes) -> int:
         """Writes a line and returns the size of the file."""
         size_before_bytes = os.fstat(self._file.fileno()).st_size
@@ -123,7 +147,8 @@ class JournalWriter:
         if not close_part(self.path):
             self._part_bytes *= 2  # no hard links here: the file goes on
             return
-        before, self._file = self._file, open(self.path, "a+b", buffering=0)  # noqa: SIM115
+        before, self._file = self._file, _opened(self.path)
+        self._mark()
         before.close()
 
     def _repair_tail(self) -> None:
@@ -135,6 +160,21 @@ class JournalWriter:
             end_of_last_line = content.rfind(b"\n") + 1
         if end_of_last_line != size_bytes:
             os.ftruncate(self._file.fileno(), end_of_last_line)
+
+
+def _opened(path: Path) -> BinaryIO:
+    return open(path, "a+b", buffering=0)  # closed by `close`
+
+
+def _is_alone(file: BinaryIO) -> bool:
+    """Marks a file as being written, as long as it is open; returns whether it was not so yet."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _plain(value: object, *, where: str) -> object:

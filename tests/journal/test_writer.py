@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -153,3 +155,33 @@ def test_a_disk_that_takes_half_a_line_keeps_none_of_it(tmp_path: Path) -> None:
     assert "bytes of an event could be written; free some space on its disk" in done.stdout
     assert path.read_bytes().endswith(b"\n")
     assert [event["event"] for event in read_journal(path)] == ["first"]
+
+
+def test_says_that_two_runs_write_one_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once each, in every part; a rank that only opens it does not write it."""
+    path = tmp_path / "journal.jsonl"
+    with JournalWriter(path, part_bytes=1) as first, caplog.at_level(logging.WARNING, "rematic"):
+        for _ in range(2):
+            first.write({"event": "step"})
+            with JournalWriter(path) as second:
+                assert not caplog.records
+                second.write({"event": "step"})
+                second.write({"event": "step"})
+            (record,) = caplog.records
+            assert f"{path} is being written by another run" in record.getMessage()
+            caplog.clear()
+
+
+def test_a_closed_journal_is_free_even_where_a_worker_has_it_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    with JournalWriter(path) as first:
+        first.write({"event": "step"})
+        inherited = os.dup(first._file.fileno())  # what a forked process has: the same opening
+    with caplog.at_level(logging.WARNING, "rematic"), JournalWriter(path) as second:
+        second.write({"event": "step"})
+    os.close(inherited)
+    assert not caplog.records
