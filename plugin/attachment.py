@@ -135,7 +135,7 @@ def attach(
                 reserve=chosen.memory.reserve,
                 op_retry=chosen.policy.op_retry,
                 batch_shape=batch_shape,
-                journal=SteadyJournal(journal or _NoJournal()),
+                journal=SteadyJournal(_NoJournal() if journal is None else journal),
                 allow_lossy=may_compress,
                 attempts=chosen.control.attempts,
                 allow_split=chosen.control.allow_split,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rematic.control import (
@@ -141,6 +142,25 @@ class PolicyChanges:
         """Puts the last policy of a history into force."""
         self.actions = resolve(history.current, self._classes)  # first: it may refuse
         self.history = history
+
+    def go_on(self, history: History, *, policy: Policy | None, step: int, reason: str) -> None:
+        """Takes up the history of an earlier session, at once and on this rank.
+
+        Args:
+            history: The history.
+            policy: What follows its last policy; None to go on with that.
+            step: The micro-batch that comes.
+            reason: Why another policy follows.
+        """
+        self.take_up(history)
+        if policy is not None:
+            change = Change(kind="switch", policy=policy, reason=reason)
+            self.history = replace(history, pinned=False)
+            self._make(change, step)
+        entries = self.history.entries
+        if not self._allow_lossy:  # nor is one gone back to
+            entries = tuple(entry for entry in entries if not entry.policy.is_lossy)
+        self.history = replace(self.history, entries=entries)
 
     def _settle(self, step: int) -> None:
         if self.agreement is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from rematic.optimizer_relief import retry_of_update
 from rematic.policy import Plan, Policy, Recompute, policy_named
 from rematic.policy_changes import PolicyChanges
 from rematic.recovery_start import begin_recovery
+from rematic.resumed_session import Configuration, revise
 from rematic.session_events import attach_event, notice_event, stop_event
 from rematic.session_report import format_session_report
 from rematic.session_settings import SessionSettings
@@ -32,6 +34,7 @@ from rematic.supervisor import Supervisor
 from rematic.transaction import ChangingState, num_ranks
 from rematic.untrained_parameters import tell_of_untrained
 
+_log = logging.getLogger("rematic")
 B = TypeVar("B")
 T = TypeVar("T")
 
@@ -80,6 +83,11 @@ class Session:
         self._plan = Plan(actions=tuple(a or Recompute() for a in self._policies.actions))
         engine.apply(self._plan)
         self._boundaries: list[OptimizerBoundary] = []
+        self._configured = Configuration(
+            policy=settings.supervision.begins_with or policy,
+            budget_bytes=settings.budget_bytes,
+            rules=settings.supervision.rules,
+        )
         self.supervisor = Supervisor(self, settings.supervision)
         """Lets the controller see every step."""
         self._policies.objection = self.supervisor.objection
@@ -325,23 +333,33 @@ class Session:
             costs=self._costs,
             controller=self.supervisor.state,
             kinds={} if self._model_planner is None else self._model_planner.kinds,
+            configured=self._configured,
         )
         return saved.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up the state that `state_dict` returned, before the first step.
 
+        A policy other than the one that the saved session was attached with follows the saved one.
+
         Raises:
             ForeignStateError: If the state is of another version or another model.
             ValueError: If it is damaged.
         """
         saved = read_saved_session(state, units=list(self._engine.classes))
-        self._policies.take_up(saved.history)  # first: a rule may match nothing
-        if saved.controller is not None:
-            self.supervisor.take_up(saved.controller)
+        revision = revise(saved, self._configured, allow_lossy=self.settings.allow_lossy)
+        first = self.policy if revision.takes_policy else None
+        self._policies.go_on(  # first: a rule may match nothing
+            saved.history, policy=first, step=saved.num_steps, reason=revision.text
+        )
+        self.supervisor.take_up(revision.controller, begins=revision.takes_policy)
         if self._model_planner is not None:
             self._model_planner.take_up(saved.kinds)
         self._costs, self.num_steps = saved.costs, saved.num_steps
+        self._configured = revision.configured
+        if revision.text:
+            _log.warning(revision.text)
+            self.write_notice(Notice(unit="", kind="resume", text=revision.text))
 
     def detach(self) -> None:
         """Restores the model and the optimizers as they were; safe to call twice."""

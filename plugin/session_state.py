@@ -11,6 +11,7 @@ from rematic.control import ControllerState, Costs, History
 from rematic.cost.live_profile import StepKind
 from rematic.kind_plans import KindPlans
 from rematic.kind_plans_plain import kinds_from_plain, kinds_to_plain
+from rematic.resumed_session import Configuration, configuration_from_plain
 from rematic.typed_values import untyped
 
 STATE_VERSION = 1
@@ -43,6 +44,9 @@ class SavedSession:
     kinds: Mapping[StepKind, KindPlans] = field(default_factory=dict)
     """What the planner learned of kinds of steps; nothing in older states."""
 
+    configured: Configuration | None = None
+    """What the session was attached with; None in older states."""
+
     def to_plain(self) -> dict[str, Any]:
         """Returns the state as dictionaries, lists, strings and numbers."""
         return {
@@ -55,6 +59,7 @@ class SavedSession:
                 None if self.controller is None else control.controller_to_plain(self.controller)
             ),
             "planner": kinds_to_plain(self.kinds),
+            "configured": None if self.configured is None else self.configured.to_plain(),
         }
 
 
@@ -98,7 +103,7 @@ def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> Sav
 
 
 def _read(state: Mapping[str, Any]) -> SavedSession:
-    controller = state.get("control")
+    controller, configured = state.get("control"), state.get("configured")
     return SavedSession(
         units=tuple(state["units"]),
         num_steps=state["num_steps"],
@@ -106,6 +111,7 @@ def _read(state: Mapping[str, Any]) -> SavedSession:
         costs=control.costs_from_plain(state["costs"]),
         controller=None if controller is None else control.controller_from_plain(controller),
         kinds=kinds_from_plain(state.get("planner", ())),
+        configured=None if configured is None else configuration_from_plain(configured),
     )
 
 

@@ -188,11 +188,17 @@ class Supervisor:
             self.state = after
             self._begin()  # an audit goes on from the new state
 
-    def take_up(self, state: ControllerState) -> None:
-        """Goes on from the state of an earlier session."""
-        self.state = state
+    def take_up(self, state: ControllerState | None, *, begins: bool) -> None:
+        """Goes on from the state of an earlier session.
+
+        Args:
+            state: What its controller remembered; None if that was not saved.
+            begins: Whether what the run was to begin with still comes after the first step.
+        """
+        self.state = self.state if state is None else state
         self._rules = None
-        self._begins_with = None  # the run has begun
+        if not begins:
+            self._begins_with = None
 
     def _begin(self) -> None:
         rules = dataclasses.replace(

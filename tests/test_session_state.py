@@ -112,8 +112,8 @@ def test_a_state_of_an_earlier_version_lacks_what_came_since(state: State) -> No
         del old["control"][name]
     for name in ("compared_tokens", "num_failed_comparisons", "gradient_difference"):
         del old["control"]["trial"][name]
-    del old["costs"]["surprised"], old["planner"]
-    session = rematic.attach(make_model(), policy="keep")
+    del old["costs"]["surprised"], old["planner"], old["configured"]
+    session = rematic.attach(make_model(), budget="1GiB")
     session.load_state_dict(old)
     assert session.policy.name == "selective"
     assert session.num_steps == 4

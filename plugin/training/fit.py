@@ -19,7 +19,7 @@ from rematic.attachment import policy_of
 from rematic.hosts.lightning_strategy import SessionStrategy
 from rematic.journal import EventSink
 from rematic.memory import HostProbe, process_overhead_bytes
-from rematic.recipes import Recipe
+from rematic.recipes import Recipe, format_recipe
 from rematic.session import Session
 from rematic.stash import load_quantization
 from rematic.step_record import StepRecord
@@ -287,6 +287,7 @@ class Fit:
         if job.is_resumed and job.ranks.is_first:
             facts["resumed_after_step"] = steps_before(job.directory)
             truncate_metrics(job.directory.metrics, batches=job.data.loader.finished)
+            job.directory.recipe.write_text(format_recipe(recipe), encoding="utf-8")
         return facts
 
 

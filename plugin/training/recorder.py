@@ -60,6 +60,7 @@ class RunRecorder(Callback):
         self._checkpoint_every_steps = checkpoint_every_steps
         self._notify = notify
         self._is_first = is_first
+        self._has_begun = False
         self._has_told_of_loss = False
         self._optimizer_steps = 0
         self._last_loss: float | None = None
@@ -74,12 +75,14 @@ class RunRecorder(Callback):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the run is new and has trained nothing: then nothing of it is worth keeping."""
-        return not self.finished_batches and bool(self._directory.created)
+        """Whether nothing was trained that is worth keeping: the run is new, or had not gone on."""
+        is_fresh = bool(self._directory.created) or not self._has_begun
+        return not self.finished_batches and is_fresh
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on a signal waits for the next optimizer step."""
+        self._has_begun = True
         self._optimizer_steps = trainer.global_step
         self._journal.write({"event": "run_start", **self._facts()})
         self._stop.defer("after this step")

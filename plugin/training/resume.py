@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from rematic.journal import read_journal
 from rematic.recipes import Recipe, load_recipe
+from rematic.recipes.field_checks import spelled
 from rematic.training.documents import Corpus
 from rematic.training.run_directory import RunDirectory
 
@@ -45,18 +46,25 @@ MUST_AGREE = (
     ("training", "seed"),
     ("training", "accumulate"),
     ("training", "precision"),
+    ("distributed", "strategy"),
     ("distributed", "devices"),
 )
 """What a checkpoint depends on; the rest of a recipe may change when a run is resumed."""
 
+WITHOUT_EFFECT = (("run", "dir"), ("run", "name"))
+"""What a run that is resumed cannot follow, which is said."""
 
-def check_resumable(directory: RunDirectory, recipe: Recipe, *, corpus: Corpus) -> None:
+
+def check_resumable(
+    directory: RunDirectory, recipe: Recipe, *, corpus: Corpus, notify: Callable[[str], None]
+) -> None:
     """Refuses to go on with another model or other data than those of the run.
 
     Args:
         directory: The run.
         recipe: What it shall go on with.
         corpus: The data of that recipe.
+        notify: Is told of keys that have changed without effect.
 
     Raises:
         ValueError: They do not fit together.
@@ -79,6 +87,13 @@ def check_resumable(directory: RunDirectory, recipe: Recipe, *, corpus: Corpus) 
             "documents (the embedded ones differ between Python versions): restore them, or train "
             "anew without --resume"
         )
+    for section, key in WITHOUT_EFFECT:
+        was, is_now = (getattr(getattr(r, section), key) for r in (before, recipe))
+        if was != is_now:
+            notify(
+                f"{section}.{key} is {spelled(is_now)} and was {spelled(was)}, which has no effect "
+                f"on a run that is resumed: it goes on in {directory.path}"
+            )
 
 
 def check_checkpoint(directory: RunDirectory, model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
     _check_memory(recipe, size)
     directory = _open_directory(recipe, ranks, resume=resume)
     if resume is not None:
-        check_resumable(directory, recipe, corpus=data.corpus)
+        check_resumable(directory, recipe, corpus=data.corpus, notify=_told_once(ranks))
         check_checkpoint(directory, prepare_empty_model(recipe, config=config))
     return Job(
         recipe=recipe,
@@ -129,7 +130,7 @@ def _run(job: Job, *, stop: StopRequest, show_progress: bool) -> RunSummary:
         job, journal=journal, stop=stop, notify=_notice, show_progress=show_progress and first
     )
     try:
-        if first:
+        if first and not job.is_resumed:  # else when it trains
             directory.recipe.write_text(format_recipe(job.recipe), encoding="utf-8")
         fit.run()
         if job.is_resumed and first and not fit.recorder.finished_batches:
@@ -140,7 +141,7 @@ def _run(job: Job, *, stop: StopRequest, show_progress: bool) -> RunSummary:
     except BaseException as error:
         journal.close()
         if fit.recorder.is_empty and isinstance(error, (ValueError, KeyboardInterrupt)):
-            directory.discard()
+            directory.discard()  # nothing of a run that is resumed
             raise
         if isinstance(error, KeyboardInterrupt):
             return summarize(read_journal(directory.journal))
@@ -155,6 +156,11 @@ def _failure(error: BaseException, directory: RunDirectory, *, ranks: Ranks) -> 
     details.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     text = str(error) or type(error).__name__
     return RuntimeError(f"training failed: {text}\n(details in {details})")
+
+
+def _told_once(ranks: Ranks) -> Callable[[str], None]:
+    """Of several processes one tells."""
+    return _notice if ranks.is_first else lambda text: None
 
 
 def _notice(text: str) -> None:
