@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from typing_extensions import override
 
 from rematic.training.batches import Batch
 from rematic.training.examples import NO_LOSS
-from rematic.training.json_lines import append_line
+from rematic.training.json_lines import JsonLines
 from rematic.training.loader import BatchLoader
 from rematic.training.loss import model_loss
 
@@ -45,7 +44,7 @@ class Evaluator(Callback):
     ) -> None:
         self._loader = loader
         self._shift = shift
-        self._path = path
+        self._lines = None if path is None else JsonLines(path, notify=notify)
         self._every_steps = every_steps
         self._notify = notify
         self._done_at: int | None = None
@@ -55,10 +54,8 @@ class Evaluator(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drops results of steps that are trained again."""
         self._seen_step = trainer.global_step
-        if self._path is not None and self._path.is_file():
-            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [x for x in lines if json.loads(x)["optimizer_step"] <= trainer.global_step]
-            self._path.write_text("".join(kept), encoding="utf-8")
+        if self._lines is not None:
+            self._lines.drop_after("optimizer_step", trainer.global_step)
 
     @override
     def on_train_batch_end(
@@ -93,14 +90,14 @@ class Evaluator(Callback):
         self._done_at = trainer.global_step
         total, count = self._sums(trainer, module)
         loss = total / count
-        if self._path is not None:
+        if self._lines is not None:
             line = {
                 "optimizer_step": trainer.global_step,
                 "epoch": trainer.current_epoch,
                 "loss": loss,
                 "labels": count,
             }
-            append_line(self._path, line)
+            self._lines.append(line)
             self._notify(f"evaluation after step {trainer.global_step}: loss {loss:.4f}")
 
     def _sums(self, trainer: pl.Trainer, module: pl.LightningModule) -> tuple[float, int]:

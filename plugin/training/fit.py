@@ -37,7 +37,7 @@ from rematic.training.prepared_model import prepare_model
 from rematic.training.progress import progress_callback
 from rematic.training.quiet import quiet_libraries, without_cache
 from rematic.training.ranks import RUN_VARIABLE, Ranks
-from rematic.training.recorder import RunRecorder, truncate_metrics
+from rematic.training.recorder import RunRecorder
 from rematic.training.resume import steps_before
 from rematic.training.run_directory import RunDirectory
 from rematic.training.saved_weights import save_weights
@@ -286,7 +286,6 @@ class Fit:
         }
         if job.is_resumed and job.ranks.is_first:
             facts["resumed_after_step"] = steps_before(job.directory)
-            truncate_metrics(job.directory.metrics, batches=job.data.loader.finished)
             job.directory.recipe.write_text(format_recipe(recipe), encoding="utf-8")
         return facts
 

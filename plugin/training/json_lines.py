@@ -4,20 +4,76 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
-def append_line(path: Path, values: Mapping[str, object]) -> None:
-    """Appends an object; a number that JSON lacks becomes a word, as in the journal.
+class JsonLines:
+    """A file that a training appends to, and goes on without where its disk takes nothing.
 
     Args:
         path: The file.
-        values: Text, numbers, truth values and None.
+        notify: Is told, once, that lines are missing.
     """
+
+    def __init__(self, path: Path, *, notify: Callable[[str], None]) -> None:
+        self._path = path
+        self._notify = notify
+        self._has_told = False
+
+    def append(self, values: Mapping[str, object]) -> None:
+        """Appends an object; a number that JSON lacks becomes a word, as in the journal.
+
+        Args:
+            values: Text, numbers, truth values and None.
+        """
+        try:
+            _append(self._path, values)
+        except OSError as error:
+            if not self._has_told:
+                self._has_told = True
+                self._notify(
+                    f"{self._path} cannot be written: {error}; the training goes on, and what is "
+                    "measured meanwhile is missing there"
+                )
+
+    def drop_after(self, name: str, last: int) -> None:
+        """Drops what a resumed run does again, and lines that are torn.
+
+        Args:
+            name: A field with a number.
+            last: The highest that stays.
+        """
+        if not self._path.is_file():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _number(line, name) <= last]
+        if kept == lines:
+            return
+        unfinished = self._path.with_name(f"{self._path.name}.unfinished")
+        unfinished.write_bytes(b"".join(kept))
+        unfinished.replace(self._path)  # whoever is killed here leaves the old file whole
+
+
+def _append(path: Path, values: Mapping[str, object]) -> None:
     spelled = {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
     }
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(spelled, allow_nan=False) + "\n")
+    line = (json.dumps(spelled, allow_nan=False) + "\n").encode()
+    with open(path, "ab", buffering=0) as file:
+        written = file.write(line)
+        if written != len(line):
+            os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - (written or 0))
+            raise OSError(f"{written} of {len(line)} bytes of a line could be written")
+
+
+def _number(line: bytes, name: str) -> float:
+    """Returns a number of a line; infinite where the line is torn."""
+    if not line.endswith(b"\n"):
+        return math.inf
+    try:
+        return float(json.loads(line)[name])
+    except (KeyError, TypeError, ValueError):
+        return math.inf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
@@ -13,7 +12,7 @@ from typing_extensions import override
 
 from rematic.journal import EventSink
 from rematic.training.interrupts import StopRequest
-from rematic.training.json_lines import append_line
+from rematic.training.json_lines import JsonLines
 from rematic.training.loader import BatchLoader
 
 if TYPE_CHECKING:
@@ -61,6 +60,7 @@ class RunRecorder(Callback):
         self._notify = notify
         self._is_first = is_first
         self._has_begun = False
+        self._metrics = JsonLines(directory.metrics, notify=notify)
         self._has_told_of_loss = False
         self._optimizer_steps = 0
         self._last_loss: float | None = None
@@ -81,9 +81,14 @@ class RunRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """From here on a signal waits for the next optimizer step."""
+        """Drops figures of batches that are trained again.
+
+        From here on a signal waits for the next optimizer step.
+        """
         self._has_begun = True
         self._optimizer_steps = trainer.global_step
+        if self._is_first:
+            self._metrics.drop_after("batch", self._loader.finished)
         self._journal.write({"event": "run_start", **self._facts()})
         self._stop.defer("after this step")
 
@@ -183,7 +188,7 @@ class RunRecorder(Callback):
             "seconds": None if step is None else step.seconds,
             "peak_bytes": None if step is None else step.peak_bytes,
         }
-        append_line(self._directory.metrics, line)
+        self._metrics.append(line)
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self._directory.checkpoint
@@ -213,10 +218,3 @@ def _is_last(trainer: pl.Trainer) -> bool:
         return True
     last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
     return last_epoch and trainer.is_last_batch
-
-
-def truncate_metrics(path: Path, *, batches: int) -> None:
-    """Drops the lines of batches that a resumed run trains again."""
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        path.write_text("".join(lines[:batches]), encoding="utf-8")
