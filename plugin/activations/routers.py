@@ -53,10 +53,17 @@ def is_router(
     """
     kind = type(module).__name__
     if patterns:
-        return any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns for n in (name, kind))
+        return any(_names(pattern, name, kind) for pattern in patterns)
     if any(fnmatch.fnmatchcase(kind, pattern) for pattern in _CLASSES):
         return True
     return name.rpartition(".")[2] in _NAMES and "experts" in getattr(parent, "_modules", {})
+
+
+def _names(pattern: str, name: str, kind: str) -> bool:
+    """Whether a pattern means a module; of a path it may leave out how it begins."""
+    if any(fnmatch.fnmatchcase(one, pattern) for one in (name, kind)):
+        return True
+    return "." in pattern and fnmatch.fnmatchcase(name, f"*.{pattern}")
 
 
 def _routers(module: nn.Module, patterns: tuple[str, ...], prefix: str) -> Iterator[nn.Module]:

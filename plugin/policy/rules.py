@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rematic.policy.actions import Action
@@ -81,6 +81,9 @@ class Rule:
 def match_names(pattern: str, classes: Mapping[str, str]) -> list[str]:
     """Returns the names that `pattern` matches, in the order of `classes`.
 
+    A pattern that matches no whole name may leave out what holds all the others, as hosts and
+    adapters put it around a model: `model.layers.*` is `base_model.model.model.layers.*` too.
+
     Args:
         pattern: Glob over qualified names, or the exact name of a class.
         classes: Class name by qualified name.
@@ -93,6 +96,10 @@ def match_names(pattern: str, classes: Mapping[str, str]) -> list[str]:
         for name, class_name in classes.items()
         if class_name == pattern or fnmatch.fnmatchcase(name, pattern)
     ]
+    holders = iter(_holders(classes))
+    while not matched and (holder := next(holders, None)) is not None:
+        whole = f"{holder}.{pattern}"
+        matched = [name for name in classes if fnmatch.fnmatchcase(name, whole)]
     if not matched:
         known = [*classes, *dict.fromkeys(classes.values())]
         near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or known[:3]
@@ -101,6 +108,19 @@ def match_names(pattern: str, classes: Mapping[str, str]) -> list[str]:
             f"qualified names or a class name. Near: {', '.join(near)}."
         )
     return matched
+
+
+def _holders(names: Iterable[str]) -> list[str]:
+    """Names of the modules that hold all those named, but for one another; the outermost first."""
+    paths = [name.split(".") for name in names]
+    longest = max(paths, key=len, default=[])
+    holders = [longest[:depth] for depth in range(1, len(longest))]
+    shared = [
+        holder
+        for holder in holders
+        if all(path[: len(holder)] == holder or holder[: len(path)] == path for path in paths)
+    ]
+    return [".".join(holder) for holder in shared]
 
 
 def _check_positions(rule: Rule) -> None:

@@ -283,6 +283,14 @@ def test_a_recipe_names_routers_of_its_own() -> None:
         rematic.attach(model, recipe={"policy": {"start": "keep", "routers": ["nobody"]}})
 
 
+def test_what_holds_the_model_may_be_left_out_of_a_router() -> None:
+    stack = make(ROUTERS["noise"])
+    held = nn.ModuleDict({"model": stack})
+    (router,) = find_routers(held, ["0.1.norm"])
+    assert router is stack.get_submodule("0.1.norm")
+    assert find_routers(held, ["norm"]) == []
+
+
 class Twice(nn.Module):
     """A router, and an expert of low rank whose product has the same shape."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rematic.policy import Recompute, Rule
+from rematic.policy import Recompute, Rule, match_names
 
 UNITS = {f"layers.{i}": "Block" if i != 11 else "Last" for i in range(12)}
 
@@ -67,3 +67,36 @@ def test_an_exclusion_that_matches_nothing_is_refused() -> None:
 def test_a_rule_that_selects_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="selects none of the 12 units"):
         positions(span=(20, 30))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "pattern", "matched"),
+    [
+        ("base_model.model.", "model.layers.*", 2),
+        ("model.base_model.model.", "model.layers.*", 2),
+        ("model.", "model.layers.1", 1),
+        ("model.", "layers.?", 2),
+        ("model.", "odel.layers.*", 0),
+        ("model.", "model.model.layers.*", 2),
+    ],
+)
+def test_what_holds_the_whole_model_may_be_left_out(
+    prefix: str, pattern: str, matched: int
+) -> None:
+    classes = {f"{prefix}model.layers.{at}": "Layer" for at in range(2)}
+    if not matched:
+        with pytest.raises(ValueError, match="matches none of the 2"):
+            match_names(pattern, classes)
+        return
+    assert len(match_names(pattern, classes)) == matched
+
+
+def test_a_part_of_the_model_may_not_be_left_out() -> None:
+    classes = {"encoder.block.0": "Block", "decoder.block.0": "Block"}
+    with pytest.raises(ValueError, match=r"'block\.0' matches none"):
+        match_names("block.0", classes)
+
+
+def test_a_whole_name_comes_first() -> None:
+    names = ("model", "model.layers", "model.model", "model.model.layers")
+    assert match_names("model.layers", dict.fromkeys(names, "M")) == ["model.layers"]

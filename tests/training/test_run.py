@@ -325,3 +325,21 @@ def test_a_failed_run_keeps_its_journal_and_says_why(
         "a bug in the middle",
     )
     assert "raise ValueError" in (run / "traceback.txt").read_text()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_patterns_are_over_the_names_of_the_model_alone(tmp_path: Path, method: str) -> None:
+    """As in `rematic plan`, which has no host around it."""
+    rules = "[{match: 'model.layers.*', first: 1, action: recompute}]"
+    recipe = tiny(
+        f"tuning.method={method}",
+        f"policy.rules={rules}",
+        "policy.units=['model.layers.*']",
+        "policy.trust=['model.layers.1']",
+        "policy.start=keep",
+        "training.max_steps=1",
+    )
+    train(recipe, show_progress=False)
+    events = list(read_journal(tmp_path / "runs" / "tiny-cpu" / "journal.jsonl"))
+    plans = [event["plan"] for event in events if event["event"] == "step"]
+    assert plans == [{"recompute": 1, "keep": 1}]
