@@ -38,6 +38,19 @@ class TrainingData:
         return max(self.loader.max_length, rest)
 
     @property
+    def notice(self) -> str:
+        """What a person should know of what became of the documents; empty for nothing."""
+        spread = self.encoded.num_spread
+        if not spread:
+            return ""
+        return (
+            f"the chat template rewrites earlier answers, so that {spread} conversations became "
+            f"several sequences, {len(self.encoded.examples)} in all, each up to an answer that is "
+            "as the model has to write it; a template with {% generation %} marks, named by "
+            "data.chat_template, would need one sequence a conversation"
+        )
+
+    @property
     def num_tokens(self) -> int | None:
         """Size of the vocabulary that the model needs; None for that of bytes."""
         return self.tokenizer.num_tokens

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rematic.recipes import DataConfig
 
@@ -23,7 +24,14 @@ class Message:
     role: str
     """Who says it."""
     content: str
-    """What."""
+    """What; empty only where tools are called."""
+    more: str = ""
+    """What else the row says of it, such as `reasoning_content` or `tool_calls`, as JSON."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """What a template is given."""
+        more: dict[str, Any] = json.loads(self.more) if self.more else {}
+        return {"role": self.role, "content": self.content, **more}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,11 @@ class Document:
 
     def parts(self) -> list[bytes]:
         """Everything that makes it another document."""
-        said = [part for one in self.messages for part in (one.role.encode(), one.content.encode())]
+        said = [
+            part.encode()
+            for one in self.messages
+            for part in (one.role, one.content, *([one.more] if one.more else []))
+        ]
         label = [] if self.label is None else [str(self.label).encode()]
         target = [] if self.target is None else [self.target]
         return [self.name.encode(), self.text, *target, *said, *label]
@@ -161,17 +173,22 @@ def _messages(value: object, where: str) -> tuple[Message, ...]:
 
 
 def _message(value: object, where: str) -> Message:
-    role = value.get("role") if isinstance(value, Mapping) else None
-    content = value.get("content") if isinstance(value, Mapping) else None
+    said = value if isinstance(value, Mapping) else {}
+    more = {key: said[key] for key in said if key not in ("role", "content")}
+    more = {key: item for key, item in more.items() if item is not None}  # columns of tables
+    role, content = said.get("role"), said.get("content")
+    if content is None and more.get("tool_calls"):
+        content = ""
     if role not in ROLES or not isinstance(content, str):
         raise ValueError(
             f"{where} is {json.dumps(value, default=str)[:60]}; expected a role, one of "
             f"{', '.join(ROLES)}, and a content that is text"
         )
-    if role == "assistant" and not content.strip():
+    if role == "assistant" and not content.strip() and not more.get("tool_calls"):
         raise ValueError(f"{where}: the answer is empty and has no loss; remove it, or fill it")
-    _as_utf8(content, where)
-    return Message(role=str(role), content=content)
+    text = json.dumps(more, ensure_ascii=False, sort_keys=True, default=str) if more else ""
+    _as_utf8(content + text, where)
+    return Message(role=str(role), content=content, more=text)
 
 
 def _label(value: object, labels: Sequence[str], where: str) -> int:

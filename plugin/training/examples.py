@@ -42,6 +42,8 @@ class Encoded:
     """Documents that lost their end."""
     num_skipped: int
     """Documents that were left out because they are too long or nothing with a loss was left."""
+    num_spread: int = 0
+    """Conversations with answers that are trained in several sequences."""
 
 
 def encode_documents(
@@ -58,13 +60,19 @@ def encode_documents(
         template = find_template(tokenizer, data.chat_template)
     examples: list[Example] = []
     names: list[str] = []
-    num_cut = num_skipped = 0
+    num_cut = num_skipped = num_spread = 0
     for document in documents:
-        whole = _encode(document, data, tokenizer, template, is_seq2seq=is_seq2seq)
-        parts = list(_fit(whole, data, name=document.name, is_seq2seq=is_seq2seq))
-        with_loss = [part for part in parts if _has_loss(part, is_seq2seq=is_seq2seq)]
+        wholes = _encode(document, data, tokenizer, template, is_seq2seq=is_seq2seq)
+        fitted = [
+            (whole, list(_fit(whole, data, name=document.name, is_seq2seq=is_seq2seq)))
+            for whole in wholes
+        ]
+        with_loss = [
+            part for _, parts in fitted for part in parts if _has_loss(part, is_seq2seq=is_seq2seq)
+        ]
         num_skipped += not with_loss
-        num_cut += len(parts) == 1 and len(parts[0]) < len(whole)
+        num_cut += any(_is_cut(whole, parts) for whole, parts in fitted)
+        num_spread += len(wholes) > 1
         examples += with_loss
         names += [document.name] * len(with_loss)
     if not examples:
@@ -74,7 +82,18 @@ def encode_documents(
             "data.overlong=cut"
         )
     return Encoded(
-        examples=tuple(examples), names=tuple(names), num_cut=num_cut, num_skipped=num_skipped
+        examples=tuple(examples),
+        names=tuple(names),
+        num_cut=num_cut,
+        num_skipped=num_skipped,
+        num_spread=num_spread,
+    )
+
+
+def _is_cut(whole: Example, parts: Sequence[Example]) -> bool:
+    """Whether a sequence has lost the end of its text or of its answer."""
+    return len(parts) == 1 and (
+        len(parts[0]) < len(whole) or len(parts[0].labels) < len(whole.labels)
     )
 
 
@@ -85,34 +104,36 @@ def _encode(
     template: ChatTemplate | None,
     *,
     is_seq2seq: bool,
-) -> Example:
+) -> list[Example]:
     if template is not None:
         return _encode_conversation(document, data, tokenizer, template)
     text = document.text.decode()
     if document.label is not None:
-        return Example(ids=tuple(tokenizer.encode(text)), labels=(), label=document.label)
+        return [Example(ids=tuple(tokenizer.encode(text)), labels=(), label=document.label)]
     if document.target is None:
         ids = tuple(tokenizer.encode(text))
-        return Example(ids=ids, labels=ids)
+        return [Example(ids=ids, labels=ids)]
     answer = document.target.decode()
     if is_seq2seq:
-        return Example(ids=tuple(tokenizer.encode(text)), labels=tuple(tokenizer.encode(answer)))
+        return [Example(ids=tuple(tokenizer.encode(text)), labels=tuple(tokenizer.encode(answer)))]
     before, after = tokenizer.encode_pair(text, answer)
     told = [NO_LOSS] * len(before) if data.answers_only else before
-    return Example(ids=(*before, *after), labels=(*told, *after))
+    return [Example(ids=(*before, *after), labels=(*told, *after))]
 
 
 def _encode_conversation(
     document: Document, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate
-) -> Example:
+) -> list[Example]:
     if not data.answers_only:
         text = template.text(document.messages, where=document.name)
         ids, _ = tokenizer.encode_spans(text, [])
-        return Example(ids=tuple(ids), labels=tuple(ids))
-    text, spans = template.render(document.messages, where=document.name)
-    ids, inside = tokenizer.encode_spans(text, spans)
-    labels = [one if answers else NO_LOSS for one, answers in zip(ids, inside, strict=True)]
-    return Example(ids=tuple(ids), labels=tuple(labels))
+        return [Example(ids=tuple(ids), labels=tuple(ids))]
+    examples = []
+    for text, spans in template.render(document.messages, where=document.name):
+        ids, inside = tokenizer.encode_spans(text, spans)
+        labels = [one if answers else NO_LOSS for one, answers in zip(ids, inside, strict=True)]
+        examples.append(Example(ids=tuple(ids), labels=tuple(labels)))
+    return examples
 
 
 def _fit(example: Example, data: DataConfig, *, name: str, is_seq2seq: bool) -> Iterator[Example]:

@@ -274,6 +274,7 @@ class Fit:
             "documents": len(job.data.encoded.examples),
             "documents_cut": job.data.encoded.num_cut,
             "documents_skipped": job.data.encoded.num_skipped,
+            "documents_spread": job.data.encoded.num_spread,
             "parameters": job.size.num_parameters,
             "trained": job.size.num_trainable,
             "weights": describe_source(recipe.model),

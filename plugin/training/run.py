@@ -90,6 +90,8 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
     if resume is not None:
         check_resumable(directory, recipe, corpus=data.corpus, notify=_told_once(ranks))
         check_checkpoint(directory, prepare_empty_model(recipe, config=config))
+    if data.notice:
+        _told_once(ranks)(data.notice)
     return Job(
         recipe=recipe,
         data=data,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEMPLATE = (
@@ -31,12 +31,20 @@ def save_model(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path, *, template: str | None = TEMPLATE, mask: bool = False) -> Path:
-    """One token a word."""
+def save_tokenizer(
+    folder: Path,
+    *,
+    template: str | None = TEMPLATE,
+    mask: bool = False,
+    begins: bool = False,
+) -> Path:
+    """One token a word; `begins` puts the mark of the beginning before every text."""
     words = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "hello", "bye", "now"]
     vocabulary = {word: at for at, word in enumerate([*words, *(["<mask>"] if mask else [])])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if begins:
+        made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="<pad>",

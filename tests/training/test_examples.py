@@ -168,6 +168,18 @@ def test_what_becomes_of_a_document_that_is_too_long(
     assert (found.num_cut, found.num_skipped) == (cut, skipped)
 
 
+def test_an_answer_of_seq2seq_that_is_cut_counts(tmp_path: Path) -> None:
+    rows = [
+        {"text": "?", "answer": "a long answer"},
+        {"text": "a long question", "answer": "no"},
+        {"text": "a long question", "answer": "a long answer"},
+        {"text": "?", "answer": "yes"},
+    ]
+    found = encoded(tmp_path, rows, is_seq2seq=True, target_field="answer", max_length=8)
+    assert max(len(example.labels) for example in found.examples) == 8
+    assert (found.num_cut, len(found.examples)) == (3, 4)
+
+
 def test_a_document_whose_answer_is_cut_off_has_nothing_to_learn(tmp_path: Path) -> None:
     rows = [{"text": "a long question", "answer": "no"}, {"text": "?", "answer": "yes"}]
     found = encoded(tmp_path, rows, target_field="answer", max_length=8)
@@ -258,7 +270,7 @@ def test_a_row_that_cannot_be_used_is_named(
     ("template", "message"),
     [
         ("{{ raise_exception('no system role') }}", "refuses the conversation (no system role)"),
-        ("{{ messages[-1].content }}", "does not write answer 2 where it leaves room for it"),
+        ("{{ messages[-1].content }}", "does not write answer 2 behind what it writes of the"),
         ("{% for", "refuses the conversation"),
     ],
     ids=["raises", "only the last", "broken"],
