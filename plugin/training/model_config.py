@@ -49,6 +49,7 @@ def build_config(
         config = load_config(model)
     else:
         config = _make_config(model, marks=given)
+        _check_parts(config.get_text_config())
     if num_labels is not None:
         config.num_labels = num_labels
     if model.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
@@ -148,6 +149,36 @@ def _check_vocabulary(config: PreTrainedConfig, *, num_tokens: int | None) -> No
         else f"the tokenizer has {num_tokens} tokens"
     )
     raise ValueError(f"model.config.vocab_size is {size}; {what}: write {needed}")
+
+
+def _check_parts(config: PreTrainedConfig) -> None:
+    """Refuses numbers that do not fit together and that transformers finds in the first step."""
+    heads, shared = _number(config, "num_attention_heads"), _number(config, "num_key_value_heads")
+    if heads and shared is not None and (shared < 1 or heads % shared):
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"model.config.num_key_value_heads is {shared}, which does not divide "
+            f"num_attention_heads ({heads}) evenly; write one of {fitting}"
+        )
+    chosen = _number(config, "num_experts_per_tok")
+    experts = next(
+        (n for key in _EXPERTS_KEYS if (n := _number(config, key)) is not None),
+        None,
+    )
+    if chosen and experts is not None and not chosen <= experts:
+        raise ValueError(
+            f"model.config.num_experts_per_tok is {chosen}, but there are {experts} experts; "
+            f"write at most {experts}, or raise their number"
+        )
+
+
+_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configs call how many experts a block has."""
+
+
+def _number(config: PreTrainedConfig, key: str) -> int | None:
+    value = getattr(config, key, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _check_positions(config: PreTrainedConfig, *, max_length: int) -> None:

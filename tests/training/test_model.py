@@ -71,6 +71,15 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
             "(StrictDataclassFieldValidationError: Validation error for field 'hidden_size'",
         ),
         (tiny(hidden_size=30, num_attention_heads=4), "not a multiple of the number of attention"),
+        (
+            tiny(num_attention_heads=4, num_key_value_heads=3),
+            "model.config.num_key_value_heads is 3, which does not divide num_attention_heads (4) "
+            "evenly; write one of 1, 2, 4",
+        ),
+        (
+            ModelConfig(type="mixtral", config={"num_local_experts": 2, "num_experts_per_tok": 3}),
+            "model.config.num_experts_per_tok is 3, but there are 2 experts; write at most 2",
+        ),
         (tiny(vocab_size=256), "vocab_size is 256; the data is read as bytes, which needs at"),
         (
             tiny(max_position_embeddings=7),
@@ -78,7 +87,18 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
             "data.max_length=7 (less where data.pad_to_multiple rounds up), or raise",
         ),
     ],
-    ids=["none", "near", "vision", "key", "type", "heads", "vocabulary", "positions"],
+    ids=[
+        "none",
+        "near",
+        "vision",
+        "key",
+        "type",
+        "heads",
+        "shared",
+        "experts",
+        "vocabulary",
+        "positions",
+    ],
 )
 def test_refuses_what_cannot_be_trained(model: ModelConfig, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
