@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rematic.control import StopReport
 from rematic.transaction import release_attempt
 
+if TYPE_CHECKING:
+    from rematic.session import Session
+
 _log = logging.getLogger("rematic")
 
 
-def save_before_stop(
-    save: Callable[[StopReport], str | None] | None, report: StopReport
-) -> StopReport:
+class NotSavedError(RuntimeError):
+    """Why a training is not saved before it stops; `at_stop` raises it."""
+
+
+def save_before_stop(session: Session, report: StopReport) -> StopReport:
     """Returns the report with where the training was saved, or why it could not be.
 
+    While `session.at_stop` runs, buffers, generators and `num_steps` are as they were behind the
+    last optimizer step, since the micro-batches after it come again when the training is resumed.
     An interrupt (Ctrl-C) passes: whoever sends one does not want to wait for a checkpoint.
 
     Args:
-        save: Saves and returns where, None for nowhere; None if there is nobody to save.
+        session: The session, without an open step; this file may use its inner parts.
         report: Why the training stops.
     """
-    if save is None:
-        return report
+    if session.at_stop is None:
+        return replace(report, not_saved="`session.at_stop` is not set")
+    window, num_steps = session._window, session.num_steps
+    is_whole = window.num_updates == session._num_updates  # or an optimizer has stepped inside
+    if is_whole:
+        report = replace(report, num_unsaved_steps=num_steps - window.num_steps)
     try:
-        return replace(report, checkpoint=save(report))
+        with window.put_back() if is_whole else contextlib.nullcontext():
+            session.num_steps = window.num_steps if is_whole else num_steps
+            return replace(report, checkpoint=session.at_stop(report))
+    except NotSavedError as error:
+        return replace(report, not_saved=str(error))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         release_attempt(error)
+    finally:
+        session.num_steps = num_steps
     _log.warning("the training could not be saved before it stops: %s", reason)
     return replace(report, not_saved=reason)
+
+
+def refuse_to_save(session: Session, *, num_ranks: int) -> None:
+    """Refuses what a host should not save.
+
+    Raises:
+        NotSavedError: If several ranks train, or nothing was trained.
+    """
+    if num_ranks > 1:
+        raise NotSavedError(
+            f"saving takes all {num_ranks} ranks, and the others have not stopped: resume from "
+            "the last checkpoint"
+        )
+    if not session.has_updated:
+        raise NotSavedError("nothing was trained since the training began")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from rematic import control
+from rematic.accumulation_window import AccumulationWindow
 from rematic.activations import Engine, Notice
 from rematic.control import Change, Costs, History, StepRequest, StopReport
 from rematic.memory import Probe, is_out_of_memory
@@ -21,11 +21,12 @@ from rematic.optimizer_relief import retry_of_update
 from rematic.policy import Plan, Policy, Recompute, policy_named
 from rematic.policy_changes import PolicyChanges
 from rematic.recovery_start import begin_recovery
-from rematic.resumed_session import Configuration, revise
+from rematic.resumed_session import Configuration
 from rematic.session_events import attach_event, notice_event, stop_event
 from rematic.session_report import format_session_report
+from rematic.session_resume import resume, saved_session
 from rematic.session_settings import SessionSettings
-from rematic.session_state import SavedSession, read_saved_session
+from rematic.session_state import read_saved_session
 from rematic.session_step import SessionStep
 from rematic.split_batch import Reduction
 from rematic.step_record import StepRecord
@@ -34,7 +35,6 @@ from rematic.supervisor import Supervisor
 from rematic.transaction import ChangingState, num_ranks
 from rematic.untrained_parameters import tell_of_untrained
 
-_log = logging.getLogger("rematic")
 B = TypeVar("B")
 T = TypeVar("T")
 
@@ -70,9 +70,13 @@ class Session:
         self._costs = Costs()
         self._changing = ChangingState()
         self._num_updates = 0
+        self._window = AccumulationWindow()
+        self.has_updated = False
+        """Whether an optimizer has stepped since the session was attached or took up a state."""
         self.at_stop: Callable[[StopReport], str | None] | None = None
-        """Called when a micro-batch is given up, before the error; saves a checkpoint and returns
-        where it is. If it fails, the report says why, and the training stops all the same."""
+        """Called when a training stops for good, before the error; saves a checkpoint and returns
+        where it is. Buffers, generators and `num_steps` are then as behind the last optimizer step.
+        If it fails, the report says why, and the training stops all the same."""
         self.split_by: str | None = "session.run(..., reduction=...)"
         """The call that takes how a loss combines sequences; None where batches are not split."""
         self._step: OpenStep | None = None
@@ -129,6 +133,11 @@ class Session:
     def can_change(self) -> bool:
         """Whether policies may change by themselves: on one rank, or where ranks can agree."""
         return num_ranks() == 1 or self._policies.agreement is not None
+
+    @property
+    def begins_window(self) -> bool:
+        """Whether the next micro-batch is the first of an update: no gradients wait for it."""
+        return self._policies.at_boundary or all(p.grad is None for p in self._parameters)
 
     @property
     def budget_bytes(self) -> int | None:
@@ -222,6 +231,8 @@ class Session:
             skipped=skipped,
             counts_gradients=counts_gradients,
         )
+        if recovery.transaction is not None:
+            self._window.read(recovery.transaction)
         if self._step is not None and self._asked is not None and self._asked.repeatable:
             self._step.let_units_stand_aside()
         return recovery
@@ -235,6 +246,10 @@ class Session:
         """
         if self._step is not None:
             self.abort_step(None)
+        if self.begins_window:
+            self._window = AccumulationWindow(
+                num_steps=self.num_steps, num_updates=self._num_updates
+            )
         self.supervisor.before_step()
         self._policies.refuse_other_start(self._engine.joint_units())
         SessionStep(self).open(batch, repeatable=repeatable)
@@ -326,16 +341,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns policy, history and learned costs in plain types."""
-        saved = SavedSession(
-            units=tuple(self._engine.classes),
-            num_steps=self.num_steps,
-            history=self._policies.history,
-            costs=self._costs,
-            controller=self.supervisor.state,
-            kinds={} if self._model_planner is None else self._model_planner.kinds,
-            configured=self._configured,
-        )
-        return saved.to_plain()
+        return saved_session(self).to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up the state that `state_dict` returned, before the first step.
@@ -346,20 +352,7 @@ class Session:
             ForeignStateError: If the state is of another version or another model.
             ValueError: If it is damaged.
         """
-        saved = read_saved_session(state, units=list(self._engine.classes))
-        revision = revise(saved, self._configured, allow_lossy=self.settings.allow_lossy)
-        first = self.policy if revision.takes_policy else None
-        self._policies.go_on(  # first: a rule may match nothing
-            saved.history, policy=first, step=saved.num_steps, reason=revision.text
-        )
-        self.supervisor.take_up(revision.controller, begins=revision.takes_policy)
-        if self._model_planner is not None:
-            self._model_planner.take_up(saved.kinds)
-        self._costs, self.num_steps = saved.costs, saved.num_steps
-        self._configured = revision.configured
-        if revision.text:
-            _log.warning(revision.text)
-            self.write_notice(Notice(unit="", kind="resume", text=revision.text))
+        resume(self, read_saved_session(state, units=list(self._engine.classes)))
 
     def detach(self) -> None:
         """Restores the model and the optimizers as they were; safe to call twice."""
@@ -386,5 +379,6 @@ class Session:
         return OptimizerGuard(retry, None if step is None else step.meter)
 
     def _pass_boundary(self) -> None:
+        self.has_updated = True
         self._policies.pass_boundary(step=self.num_steps)
         self.supervisor.at_boundary()

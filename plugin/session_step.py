@@ -231,7 +231,7 @@ class SessionStep:
         session = self._session
         step = session._close_step()
         try:
-            report = save_before_stop(session.at_stop, report)
+            report = save_before_stop(session, report)
             snapshot = save_memory_snapshot(report, session.settings.journal)
             report = replace(report, memory_snapshot=snapshot)
         finally:  # an interrupt while it is saved as well

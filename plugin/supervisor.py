@@ -96,10 +96,12 @@ class Supervisor:
     def before_step(self) -> None:
         """Writes what it keeps to, once; stops a run that a person must decide about.
 
+        (Not between the micro-batches of an update, whose gradients would be lost.)
+
         Raises:
             RunStoppedError: If `escalation` is `checkpoint_and_stop` and a person must decide.
         """
-        if self._stop_because is not None:
+        if self._stop_because is not None and self._session.begins_window:
             self._stop(self._stop_because)
         num_gaps = self._session.settings.journal.num_gaps
         if self._rules is None or num_gaps != self._num_gaps:  # an audit goes on from here
@@ -277,7 +279,7 @@ class Supervisor:
         self._stop_because = None
         report = self._report(question)
         try:
-            report = save_before_stop(self._session.at_stop, report)
+            report = save_before_stop(self._session, report)
         finally:  # an interrupt while it is saved as well
             self._write(
                 {"event": "stop", "reason": "a person must decide", "report": question}

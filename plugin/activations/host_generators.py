@@ -56,14 +56,31 @@ HOST_GENERATORS = (
 """Both of them. Torch's own are always restored, these where the first forward drew from them."""
 
 
-def save_generators() -> Callable[[], None]:
-    """Takes down the state of both and of torch's on the CPU; returns what puts all of it back."""
+def save_generators(*, with_devices: bool = False) -> Callable[[], None]:
+    """Takes down the state of both and of torch's on the CPU; returns what puts all of it back.
+
+    Args:
+        with_devices: Whether those of the accelerator's devices count too, if it is in use.
+    """
     hosts = [(generator, generator.get_state()) for generator in HOST_GENERATORS]
     of_torch = torch.get_rng_state()
+    put_devices_back = _save_devices() if with_devices else None
 
     def put_back() -> None:
         torch.set_rng_state(of_torch)
         for generator, state in hosts:
             generator.set_state(state)
+        if put_devices_back is not None:
+            put_devices_back()
 
     return put_back
+
+
+def _save_devices() -> Callable[[], None] | None:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # torch.cuda, torch.xpu, ...: modules without a common type
+    module: Any = None if found is None else torch.get_device_module(found)
+    if not hasattr(module, "get_rng_state_all") or not module.is_initialized():
+        return None
+    states = module.get_rng_state_all()
+    return lambda: module.set_rng_state_all(states)

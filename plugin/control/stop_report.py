@@ -64,6 +64,10 @@ class StopReport:
     not_saved: str | None = None
     """Why it could not be saved there, None if it was or nobody was to save it."""
 
+    num_unsaved_steps: int = 0
+    """Micro-batches since the last optimizer step that went well: a checkpoint holds no gradients,
+    so they come again."""
+
     memory_snapshot: str | None = None
     """The file with what the device's allocator held then, None for none."""
 
@@ -126,13 +130,24 @@ def format_stop(report: StopReport) -> str:
         )
     if report.largest_length and is_known:
         parts.append(f"Sequences of up to {report.largest_length} tokens are expected to fit.")
-    if report.checkpoint is not None:
-        parts.append(f"The training was saved to {report.checkpoint}.")
-    if report.not_saved is not None:
-        parts.append(f"The training could not be saved ({report.not_saved}).")
+    parts.extend(_saved(report))
     if report.memory_snapshot is not None:
         parts.append(f"What the device held is in {report.memory_snapshot}.")
     return " ".join([*parts, *report.advice])
+
+
+def _saved(report: StopReport) -> list[str]:
+    if report.not_saved is not None:
+        return [f"The training could not be saved ({report.not_saved})."]
+    if report.checkpoint is None:
+        return []
+    text = f"The training was saved to {report.checkpoint}"
+    if not report.num_unsaved_steps:
+        return [f"{text}."]
+    return [
+        f"{text}, as it was behind the last optimizer step: {report.num_unsaved_steps} micro-"
+        "batches since then come again when it is resumed."
+    ]
 
 
 def _shortened(report: StopReport) -> str:

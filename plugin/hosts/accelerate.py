@@ -76,6 +76,10 @@ class RecomputePlugin:
     on_escalation: Callable[[str], None] | None = None
     """Called with what a person must decide, if the recipe has `control: {escalation: call}`."""
 
+    emergency_dir: str | Path | None = None
+    """Folder that a training which stops for good is saved to; None: `rematic-emergency` in the
+    Trainer's `output_dir` or the Accelerator's `project_dir`, or beside the journal."""
+
     enabled: bool = True
     """Whether anything is done; False: the script runs as if the plugin were not there."""
 
@@ -95,6 +99,7 @@ class RecomputePlugin:
             batch_shape=self.batch_shape,
             journal=self.journal,
             on_escalation=self.on_escalation,
+            emergency_dir=None if self.emergency_dir is None else Path(self.emergency_dir),
         )
         self._driver = AccelerateDriver(options, enabled=self.enabled)
 

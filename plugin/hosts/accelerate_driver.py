@@ -14,6 +14,8 @@ from torch import nn
 
 from rematic.attachment import attach
 from rematic.batch_shape import BatchShape, default_batch_shape
+from rematic.control import StopReport
+from rematic.hosts.accelerate_checkpoint import AcceleratorSaves, EmergencySaves
 from rematic.hosts.accelerate_step import AcceleratorCounters, HostState, RecoverableCall
 from rematic.hosts.accelerate_takeover import TakenKeys
 from rematic.hosts.instance_method import InstanceMethod
@@ -60,6 +62,9 @@ class AttachOptions:
 
     on_escalation: Callable[[str], None] | None
     """As of `attach`."""
+
+    emergency_dir: Path | None = None
+    """As of `AcceleratorSaves` and `TrainerSaves`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, (str, Path, Recipe, Mapping)):
@@ -111,7 +116,9 @@ class AccelerateDriver:
         """The call that takes how a loss combines sequences; None where batches are not split."""
         self.manages_prepared = True
         """Whether what `prepare` is given is for training; hosts prepare for evaluation too."""
-        self._options = options
+        self.options = options
+        self.saves: EmergencySaves | None = None
+        """What saves a training that stops; made with the Accelerator."""
         self._accelerator: Any = None  # accelerate ships no types
         self._seams: list[InstanceMethod] = []
         self._hooks: list[Any] = []  # handles of accelerate's hooks
@@ -141,10 +148,12 @@ class AccelerateDriver:
             )
         self._accelerator = accelerator
         self._taken = TakenKeys(accelerator)
+        self.saves = AcceleratorSaves(accelerator, self.options.emergency_dir)
         self._seams = [
             InstanceMethod(accelerator, "prepare", self._prepare),
             InstanceMethod(accelerator, "free_memory", self._free_memory),
             InstanceMethod(accelerator, "log", self._log_figures),
+            InstanceMethod(accelerator, "load_state", self._load_state),
         ]
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._save),
@@ -176,10 +185,14 @@ class AccelerateDriver:
                 "no model is attached: expected `plugin.attach(accelerator)` and then "
                 "`accelerator.prepare(model, ...)` before the first step."
             )
+        assert self.saves is not None
+        state = state or AcceleratorCounters(self._accelerator)
+        if self.session.begins_window:
+            self.saves.begin_window(state)
         call = RecoverableCall(
             self.session,
             self._accelerator,
-            state or AcceleratorCounters(self._accelerator),
+            state,
             obstacle=self._obstacle(),
             reduction=reduction,
         )
@@ -189,14 +202,16 @@ class AccelerateDriver:
             result, record = call.run(fn, args, kwargs)
         finally:
             self._is_open = False
+        self.saves.end_step()
         self.figures.add(record)
         return result
 
     def manage(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Attaches to a model, or covers more optimizers of the one that is attached."""
         if not self.is_attached:
-            self.session = self._options.attach(model, self._device_to_be())
+            self.session = self.options.attach(model, self._device_to_be())
             self.session.split_by = self.split_by if self._is_alone else None
+            self.session.at_stop = self._save_at_stop
             self.is_attached = True
             self._take_up_carried()
             self._tell_what_is_repeated()
@@ -313,6 +328,17 @@ class AccelerateDriver:
     def _load(self, models: object, input_dir: str) -> None:
         if self.session is not None and self.is_attached:
             read_session(self.session, Path(input_dir))
+
+    def _load_state(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as load_state's
+        result = load(*args, **kwargs)
+        if self.saves is not None:
+            self.saves.end_step()
+        return result
+
+    def _save_at_stop(self, report: StopReport) -> str:
+        assert self.saves is not None
+        assert self.session is not None
+        return self.saves.save(self.session, report)
 
     @property
     def _is_alone(self) -> bool:

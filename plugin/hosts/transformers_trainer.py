@@ -23,6 +23,7 @@ from rematic.hosts.evaluation_advice import advise_on_evaluation
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.hosts.session_file import write_session
 from rematic.hosts.trainer_counters import TrainerCounters
+from rematic.hosts.transformers_checkpoint import TrainerSaves
 from rematic.memory import is_out_of_memory
 
 _log = logging.getLogger("rematic")
@@ -58,8 +59,11 @@ class TrainerDriver:
         self._take_over()
         driver.manages_prepared = False  # until `train()`
         driver.split_by = None
-        self._callback = _SavesSession(driver)
-        trainer.add_callback(self._callback)
+        self._of_loops = driver.saves
+        driver.saves = self._saves = TrainerSaves(trainer, driver.options.emergency_dir)
+        self._callbacks = (_SavesSession(driver), self._saves.callback)
+        for callback in self._callbacks:
+            trainer.add_callback(callback)
         self._seams = [
             InstanceMethod(trainer, "train", self._train),
             InstanceMethod(trainer, "training_step", self._training_step),
@@ -71,9 +75,11 @@ class TrainerDriver:
     def detach(self) -> None:
         """Gives the Trainer back."""
         self._driver.manages_prepared = True
+        self._driver.saves = self._of_loops
         for seam in reversed(self._seams):
             seam.remove()
-        self.trainer.remove_callback(self._callback)
+        for callback in self._callbacks:
+            self.trainer.remove_callback(callback)
         while self._give_back:
             self._give_back.pop()()
 
@@ -85,6 +91,9 @@ class TrainerDriver:
         **kwargs: Any,
     ) -> Any:  # noqa: ANN401 - as train's
         self._take_over()
+        if resume_from_checkpoint is True:
+            newest = self._saves.newest()
+            resume_from_checkpoint = True if newest is None else str(newest)
         self._driver.restore_from = self._folder(resume_from_checkpoint)
         self._driver.manages_prepared = True
         try:

@@ -7,7 +7,7 @@ author's own are copied only where a finished step has shown that they change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,30 @@ class _TensorState:
         return self.clone is None and version_of(self.tensor) != self.version
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorCopies:
+    """Buffers and other tensors of modules, with what they held at one moment."""
+
+    buffers: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
+    """Dictionaries of buffers, and which tensors they held."""
+    values: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """Tensors, and copies of them."""
+
+    def now(self) -> TensorCopies:
+        """Returns what the same places hold now."""
+        return TensorCopies(
+            buffers=[(held, held.copy()) for held, _ in self.buffers],
+            values=[(tensor, tensor.detach().clone()) for tensor, _ in self.values],
+        )
+
+    def put(self) -> None:
+        """Makes them hold it again."""
+        for present, before in self.buffers:
+            _replace_if_changed(present, before)
+        for tensor, copy in self.values:
+            put_values_back(tensor, copy)
+
+
 class ModuleSnapshot:
     """The state of modules at one moment.
 
@@ -88,6 +112,7 @@ class ModuleSnapshot:
         self._passed_over = OF_EVERY_MODULE | self._skipped
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._dictionaries: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._empty: list[dict[str, Any]] = []
         self._tensors: list[_TensorState] = []
         self._objects: list[ObjectState] = []
@@ -115,9 +140,11 @@ class ModuleSnapshot:
                 self._dictionaries.append((held, held.copy()))
             else:
                 self._empty.append(held)
-        for name, buffer in values["_buffers"].items():
-            if buffer is not None:
-                self._read_tensor(buffer, name, position)
+        if values["_buffers"]:
+            self._buffers.append((values["_buffers"], values["_buffers"].copy()))
+            for name, buffer in values["_buffers"].items():
+                if buffer is not None:
+                    self._read_tensor(buffer, name, position)
         passed_over = self._passed_over
         for name, value in values.items():
             if name in passed_over:  # first: it is what most of them are
@@ -169,6 +196,11 @@ class ModuleSnapshot:
             self._attributes[part] = (present, kept)
             self._left_out |= {(part, name) for name in before.keys() - kept.keys()}
         self.values.leave_graphs()
+
+    def tensor_copies(self) -> TensorCopies:
+        """Returns buffers and tensors of which there are copies, and nothing else of the step."""
+        copies = [(s.tensor, s.clone) for s in self._tensors if s.clone is not None]
+        return TensorCopies(buffers=self._buffers, values=copies)
 
     def learn(self) -> None:
         """Takes note of what a finished step has changed."""

@@ -15,7 +15,7 @@ from rematic.activations.nested import ContainerContents, iter_leaves
 from rematic.memory import is_out_of_memory
 from rematic.transaction.gradients import GradientContributions, RestoreError
 from rematic.transaction.hook_state import HookState
-from rematic.transaction.module_snapshot import ChangingState, ModuleSnapshot
+from rematic.transaction.module_snapshot import ChangingState, ModuleSnapshot, TensorCopies
 from rematic.transaction.outside_torch import StateOutsideTorch
 from rematic.transaction.reached import ReachedByStep, reached_parts
 from rematic.transaction.value_state import ValueState
@@ -172,6 +172,10 @@ class StepTransaction:
         num_torn = len(self.gradients.restore())
         self._put_back()
         return num_torn
+
+    def copies_for_checkpoint(self) -> tuple[TensorCopies, Sequence[tuple[Any, Any]]]:
+        """Returns copies of tensors and states of generators, which outlive the transaction."""
+        return self._snapshot.tensor_copies(), self._generators
 
     def commit(self) -> None:
         """Ends a step that went well, and learns what it changed."""
