@@ -137,6 +137,7 @@ def attach(
                 batch_shape=batch_shape,
                 journal=SteadyJournal(_NoJournal() if journal is None else journal),
                 allow_lossy=may_compress,
+                allow_tile=chosen.policy.allow_tile,
                 attempts=chosen.control.attempts,
                 allow_split=chosen.control.allow_split,
                 supervision=supervision,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rematic.activations import Engine, Eviction, OpRetry, StepMeter
+from rematic.activations import Engine, Eviction, OpRetry, PartsMode, StepMeter
 from rematic.activations.record import Record
 from rematic.batch_shape import BatchShape
 from rematic.control import EXACT_SOURCE, History, StepDecision, StepOutcome, kept_key
@@ -44,6 +44,7 @@ class OpenStep:
         agreed: Sequence[bool],
         gradient_bytes: Callable[[], int],
         write: Write,
+        parts: PartsMode = "whole",
     ) -> None:
         self.number = number
         self.shape = shape
@@ -70,6 +71,7 @@ class OpenStep:
             watched=watched,
         )
         engine.apply(decision.plan, unmeasured=decision.unmeasured, agreed=agreed)
+        engine.slice_parts(parts)
         engine.ledger.after_forward = None if decision.roomy else self._at_unit_end
         engine.ledger.at_backward = (
             self._at_first_backward if decision.roomy else self.meter.at_backward
@@ -97,6 +99,7 @@ class OpenStep:
         self._engine.ledger.at_backward = None
         self._engine.ledger.at_unit_retry = None
         self._engine.stand_aside(False)
+        self._engine.slice_parts("whole")
         if self._mode is not None:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch 2.13
             self._mode = None

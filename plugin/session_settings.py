@@ -33,6 +33,9 @@ class SessionSettings:
     allow_lossy: bool = False
     """Whether a policy that loses precision may be switched to."""
 
+    allow_tile: bool = False
+    """Whether an attempt may run token-wise parts in slices, which adds up in another order."""
+
     attempts: int = 4
     """Tries of one micro-batch, the first included."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rematic import control
-from rematic.activations import Ledger
+from rematic.activations import Ledger, PartsMode
 from rematic.at_stop import save_before_stop
 from rematic.batch_shape import BatchShape
 from rematic.control import (
@@ -91,6 +91,7 @@ class SessionStep:
         *,
         armed: bool,
         spare: bool,
+        parts: PartsMode = "whole",
     ) -> None:
         session = self._session
         session._plan = decision.plan
@@ -108,6 +109,7 @@ class SessionStep:
             spare=spare,
             gradient_bytes=lambda: gradient_bytes(session._parameters),
             write=session.settings.journal.write,
+            parts=parts,
         )
 
     def _request(self, shape: BatchShape, before: MemorySnapshot) -> StepRequest:
@@ -172,6 +174,7 @@ class SessionStep:
             armed=session._step.armed,
             can_arm=session.settings.op_retry != "never",
             attempts=session.settings.attempts,
+            may_tile=session.settings.allow_tile,
             may_compress=session.settings.allow_lossy,
             max_parts=self._max_parts,
         )
@@ -185,15 +188,23 @@ class SessionStep:
         if planner is not None and not step.armed:
             planner.note_loss(step.decision)
 
-    def reopen(self, actions: tuple[Action | None, ...] | None) -> None:
-        """Opens the step again under a plan; None for the one it had."""
+    def reopen(self, actions: tuple[Action | None, ...] | None, *, in_tiles: bool = False) -> None:
+        """Opens the step again under a plan; None for the one it had.
+
+        Args:
+            actions: Of each unit; None for those of the plan that it had.
+            in_tiles: Whether token-wise parts of units run in slices. (Where they may and do not
+                yet, they are asked, so that it is known whether that would help.)
+        """
         session = self._session
         step = session._close_step()
         before = session.probe.snapshot()
         request = self._request(step.shape, before)
         request = replace(request, actions=session.plan.actions if actions is None else actions)
         decision = control.plan_step(session._costs, request)
-        self._open(step.shape, decision, before, armed=True, spare=False)
+        asks = self._session.settings.allow_tile and step.num_step_retries > 0
+        parts: PartsMode = "sliced" if in_tiles else "asked" if asks else "whole"
+        self._open(step.shape, decision, before, armed=True, spare=False, parts=parts)
         assert session._step is not None
         session._step.num_step_retries = step.num_step_retries
 
@@ -220,6 +231,7 @@ class SessionStep:
             ),
             num_torn_gradients=num_torn,
             advice=control.advise(
+                may_tile=session.settings.allow_tile,
                 may_compress=session.settings.allow_lossy,
                 split_by=None if self._max_parts > 1 else session.split_by,
                 head_is_peak=head_is_peak,
@@ -281,6 +293,10 @@ class SessionStep:
         assert self._session._step is not None
         if self._session.settings.op_retry != "never":
             self._session._step.arm()
+
+    def may_have_token_wise_parts(self) -> bool:
+        """Returns whether a part of some unit is known to be token-wise, or none was asked yet."""
+        return self._session._engine.may_have_token_wise_parts()
 
     def joint_units(self) -> list[str]:
         """Returns the units whose forward exchanges tensors with other ranks."""

@@ -69,8 +69,11 @@ class RecoverableStep(Protocol):
     def note_failure(self) -> None:
         """Takes note that memory ran out in the open step."""
 
-    def reopen(self, actions: tuple[Action, ...] | None) -> None:
-        """Opens the step again under a plan; None for the one it had."""
+    def reopen(self, actions: tuple[Action, ...] | None, *, in_tiles: bool = False) -> None:
+        """Opens the step again under a plan, None for the one it had."""
+
+    def may_have_token_wise_parts(self) -> bool:
+        """Returns whether a part of some unit is known to be token-wise, or none was asked yet."""
 
     def stop_report(
         self, attempts: Sequence[FailedAttempt], obstacle: str | None, num_torn: int
@@ -188,6 +191,8 @@ class StepRecovery:
         if self._first is None:
             self._first = self._step.first_attempt()
             self._rungs = list(control.escalate(self._first))
+        if self._rungs and self._rungs[0].in_tiles and not self._step.may_have_token_wise_parts():
+            del self._rungs[0]  # it would run as the last one did
         obstacle = self._obstacle() or obstacle
         if obstacle is not None or not self._rungs:
             self._stop(obstacle)
@@ -257,7 +262,7 @@ class StepRecovery:
         else:
             self.transaction.undo()
         every = None if rung.action is None else (rung.action,) * len(self._first.actions)
-        self._step.reopen(every)
+        self._step.reopen(every, in_tiles=rung.in_tiles)
         failed = self._attempts[-1]
         self._step.write(
             {

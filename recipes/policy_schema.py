@@ -77,6 +77,8 @@ class PolicyConfig:
     """When a failed op is run again; `auto` (default): on steps that are predicted risky."""
     allow_lossy: bool = False
     """Whether actions that lose precision may be chosen where no rule names them."""
+    allow_tile: bool = False
+    """Whether the last attempts at a batch may run MLPs, norms and the like in slices."""
     tiled_loss: TiledLoss = "auto"
     """Whether head and loss run in slices; `auto`: `rematic train` does over large vocabularies."""
 
@@ -98,6 +100,7 @@ class PolicyConfig:
         one_of(self, "planner", choices=get_args(Planner), remedy="write auto where unsure")
         one_of(self, "op_retry", choices=get_args(OpRetry), remedy="write auto where unsure")
         true_or_false(self, "allow_lossy")
+        true_or_false(self, "allow_tile")
         require(
             self,
             "start",

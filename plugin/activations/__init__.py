@@ -8,5 +8,6 @@ from rematic.activations.op_retry import OpRetry as OpRetry
 from rematic.activations.replay import ReplayError as ReplayError
 from rematic.activations.replay import replaying as replaying
 from rematic.activations.step_meter import StepMeter as StepMeter
+from rematic.activations.token_wise_parts import PartsMode as PartsMode
 from rematic.activations.unit import Unit as Unit
 from rematic.activations.units import find_units as find_units

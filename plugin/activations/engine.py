@@ -21,6 +21,7 @@ from rematic.activations.routing import Routing
 from rematic.activations.selective import AtMissing, OpSelection, warn_of_missing
 from rematic.activations.stash_places import StashPlaces
 from rematic.activations.tiling import Tiling
+from rematic.activations.token_wise_parts import PartsMode, TokenWiseParts
 from rematic.activations.unit import Unit
 from rematic.activations.unit_forward import UnitForward
 from rematic.activations.units import find_units
@@ -77,6 +78,7 @@ class Engine:
         self._places = StashPlaces(device, scratch_dir, self.ledger.tell)
         self._selections: dict[tuple[str, tuple[str, ...]], OpSelection] = {}
         self._tilings: dict[tuple[str, Action], Tiling] = {}
+        self._parts: dict[str, TokenWiseParts] = {}
         self._has_told_missing = False
 
     def _bind_routers(self, unit: Unit) -> None:
@@ -103,6 +105,7 @@ class Engine:
                 self.classes[unit.name] = class_name(module)
                 self._selections.clear()
                 self._tilings.clear()
+                self._parts.clear()
             unit.note_once(
                 "it was compiled after attaching, and is managed around what was compiled"
                 if same
@@ -149,6 +152,24 @@ class Engine:
         kept = [unit for unit in self.units if unit.starts_held and unit.stash is None]
         for unit in kept[:-1] if yes else ():
             unit.stands_aside = not unit.unmeasured
+
+    def slice_parts(self, how: PartsMode) -> None:
+        """Says how the token-wise parts of units run in the next records.
+
+        Args:
+            how: `whole`; `asked`, which is whole after a proof on a few positions of the call; or
+                `sliced`, which is in slices where the proof allows it.
+        """
+        for unit in self.units:
+            unit.parts = None
+            if how != "whole" and not unit.is_compiled:
+                unit.parts = self._parts.setdefault(unit.name, TokenWiseParts())
+                unit.parts.only_asks = how == "asked"
+
+    def may_have_token_wise_parts(self) -> bool:
+        """Returns whether a part of some unit is known to be token-wise, or none was asked yet."""
+        asked = [parts for parts in self._parts.values() if parts.were_asked]
+        return not asked or any(parts.are_known for parts in asked)
 
     def joint_units(self) -> list[str]:
         """Returns the units whose forward was seen to exchange tensors with other ranks."""

@@ -95,6 +95,12 @@ class CachesOfCall:
                 container.update(contents)
 
 
+def holds_cache(call: Call) -> bool:
+    """Returns whether an argument of a call is a key/value cache."""
+    args, kwargs = call
+    return any(map(_is_cache, (*args, *kwargs.values())))
+
+
 def _is_cache(value: Any) -> bool:
     return callable(getattr(value, "get_seq_length", None)) and callable(
         getattr(value, "update", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,6 +16,7 @@ T = TypeVar("T")
 Leaf: TypeAlias = type | tuple[type, ...]
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """What most arguments are that are no tensors: looked at no further."""
+_PLAIN = _ATOMS | {torch.Size, torch.layout, torch.memory_format, slice, range}
 
 
 def map_leaves(fn: Callable[[Any], Nested], value: T, *, leaf: Leaf = torch.Tensor) -> T:
@@ -41,6 +43,23 @@ def iter_leaves(value: Nested, *, leaf: Leaf = torch.Tensor) -> Iterator[Any]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from iter_leaves(getattr(value, field.name, None), leaf=leaf)
+
+
+def iter_others(value: Nested) -> Iterator[Any]:
+    """Yields everything inside `value` that is no tensor, no container and no plain value."""
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return
+    if isinstance(value, (tuple, list)):
+        inside: Iterable[Nested] = value
+    elif isinstance(value, Mapping):
+        inside = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        yield value
+        return
+    for item in inside:
+        yield from iter_others(item)
 
 
 def _map(fn: Callable[[Any], Nested], value: Nested, leaf: Leaf) -> Nested:
@@ -121,6 +140,10 @@ class ContainerContents:
                 for name, value in contents.items():
                     object.__setattr__(container, name, value)
 
+    def is_changed(self) -> bool:
+        """Returns whether a container holds something else than it did."""
+        return any(not _same_items(container, contents) for container, contents in self._contents)
+
     def _read(self, value: Nested) -> None:
         inside: Iterable[Nested] = ()
         if type(value) in _ATOMS or isinstance(value, torch.Tensor):
@@ -140,6 +163,17 @@ class ContainerContents:
             inside = held.values()
         for item in inside:
             self._read(item)
+
+
+def _same_items(container: Nested, contents: dict[Any, Nested] | list[Nested]) -> bool:
+    if isinstance(contents, list):
+        return len(container) == len(contents) and all(map(operator.is_, container, contents))
+    if not isinstance(container, Mapping):  # a dataclass
+        missing = object()
+        return all(getattr(container, n, missing) is value for n, value in contents.items())
+    return container.keys() == contents.keys() and all(
+        container[key] is value for key, value in contents.items()
+    )
 
 
 def _restore_items(container: Nested, contents: dict[Any, Nested]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from rematic.activations.ambient import AmbientState, applied, capture_ambient, generators_moved
 from rematic.activations.kept_values import version_of
 from rematic.activations.module_state import ModuleState
-from rematic.activations.nested import Nested, iter_leaves, map_leaves
+from rematic.activations.nested import ContainerContents, Nested, iter_leaves, map_leaves
 from rematic.activations.tile import run_in_tiles, sequence_length
 from rematic.activations.tile_effects import EffectsOfCall, differing_rest, shared_memory
 from rematic.memory import is_out_of_memory
@@ -97,8 +97,10 @@ def objection_to_tiles(
     state = ModuleState(module, None)
     tensors = list(iter_leaves((example_args, dict(example_kwargs or {}))))
     devices = {tensor.device for tensor in (*tensors, *state.tensors())}
+    given = iter_leaves((example_args, dict(example_kwargs or {})), leaf=torch.Generator)
     ambient = capture_ambient(
-        tuple(sorted((d for d in devices if d.type != "cpu"), key=str)), tuple(state.generators)
+        tuple(sorted((d for d in devices if d.type != "cpu"), key=str)),
+        (*state.generators, *given),
     )
     last = length - trial.length
     objection: Objection | None = None
@@ -146,7 +148,7 @@ def _objections(
 ) -> Iterator[Objection]:
     inputs = list(iter_leaves(call))
     versions = [version_of(tensor) for tensor in inputs]
-    effects = EffectsOfCall(state)
+    effects, given = EffectsOfCall(state), ContainerContents((*call[0], *call[1].values()))
     change_outside = None if trial.survey is None else trial.survey()
     output = trial.whole(call)
     whole = list(iter_leaves(output))
@@ -155,6 +157,8 @@ def _objections(
     changed = None if change_outside is None else change_outside()
     if changed is not None:
         yield Objection(text=f"its forward changes {changed}")
+    if given.is_changed():
+        yield Objection(text="it changes a list, a dictionary or a dataclass that it is given")
     changed = effects.change()
     if changed is not None:
         # many modules make something for good in their first call

@@ -109,6 +109,11 @@ def has_outer_saved_tensor_hooks() -> bool:
     return _top_hooks is not None and _top_hooks(True) is not None
 
 
+def top_saved_tensor_hooks() -> object:
+    """Returns the default saved-tensor hooks in force, the innermost ones; None without any."""
+    return None if _top_hooks is None else _top_hooks(True)
+
+
 def saved_tensor_hooks_are_refused() -> bool:
     """Returns whether `torch.autograd.graph.disable_saved_tensors_hooks` is open."""
     return not _hooks_allowed()

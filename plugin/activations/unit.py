@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rematic.activations import torch_private
 from rematic.activations.ambient import restore_generators
+from rematic.activations.bodies import bodies_of, give_to
 from rematic.activations.check_schedule import CheckSchedule
 from rematic.activations.collectives import obstacle_to_selective, watching_collectives
 from rematic.activations.compiled import is_compiled
@@ -31,11 +32,12 @@ from rematic.activations.nested import ContainerContents
 from rematic.activations.observers import Observers
 from rematic.activations.record import Record
 from rematic.activations.reused_inputs import INPUT_IS_REUSED, ReusedInputs
-from rematic.activations.routing import RoutedBody, Routing
+from rematic.activations.routing import Routing
 from rematic.activations.safety import judge
 from rematic.activations.selective import OpSelection, SelectiveCache
 from rematic.activations.surroundings import Surroundings
 from rematic.activations.tiling import Tiling
+from rematic.activations.token_wise_parts import TokenWiseParts
 from rematic.activations.unit_findings import UnitFindings
 from rematic.activations.unit_forward import UnitForward, recording_state
 from rematic.activations.unit_kind import kind_of
@@ -80,6 +82,8 @@ class Unit(UnitFindings):
         """Whether the user vouches that it can be replayed: it is not checked."""
         self.tiling: Tiling | None = None
         """Runs calls in slices (`tile`), None for whole calls."""
+        self.parts: TokenWiseParts | None = None
+        """Runs its token-wise parts in slices, or asks them; None for neither."""
         self.routing: Routing | None = None
         """Its routers, whose decisions replays keep; None if it has none."""
         self.agreed = False
@@ -213,12 +217,11 @@ class Unit(UnitFindings):
     def _open(
         self, call: tuple[tuple[Any, ...], dict[str, Any]], *, held: bool, filled_cache: bool
     ) -> Record:
-        body = self.original if self.tiling is None else self.tiling.body(self.original)
-        if self.routing is not None:
-            body = RoutedBody(body, self.routing, self.ledger.unpack)
+        cache = self._cache(call)
+        bodies = bodies_of(self, has_cache=cache is not None)
         module = self.module
         record = Record(
-            body,
+            bodies[-1],
             call,
             name=self.name,
             position=self.position,
@@ -226,12 +229,11 @@ class Unit(UnitFindings):
                 module, self._mutable.get(module.training), self._walk, self._writes
             ),
             held=held or filled_cache or self.pinned is not None,
-            cache=self._cache(call),
+            cache=cache,
             observers=self._observers,
         )
         record.trusted = self.trusted
-        if isinstance(body, RoutedBody):
-            body.belong_to(record)
+        give_to(record, bodies)
         if filled_cache:
             record.pinned = "it was given a filled key/value cache"
             self.note_once(f"its activations are kept in this call: {record.pinned}")

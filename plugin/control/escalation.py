@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rematic.policy import Action, Compress, Offload, Recompute, RecomputeOffload
+from rematic.policy import Action, Compress, Offload, Recompute, RecomputeOffload, Tile
 
 _LOSSLESS: tuple[Action, ...] = (Recompute(), RecomputeOffload(), Offload())
 """From lightest to heaviest."""
@@ -21,13 +21,16 @@ class Rung:
     action: Action | None = None
     """What happens to every unit; None: what the plan of the first attempt says."""
 
+    in_tiles: bool = False
+    """Whether token-wise parts of units run in slices."""
+
     num_parts: int = 1
     """Into how many parts the batch is split."""
 
     @property
     def is_lossy(self) -> bool:
         """Whether it may change bits."""
-        return isinstance(self.action, Compress) or self.num_parts > 1
+        return self.in_tiles or isinstance(self.action, Compress) or self.num_parts > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,9 @@ class FirstAttempt:
 
     attempts: int
     """Tries of one micro-batch, the first included."""
+
+    may_tile: bool
+    """Whether token-wise parts of units may run in slices, which adds up in another order."""
 
     may_compress: bool
     """Whether activations may be compressed, which is lossy."""
@@ -79,6 +85,8 @@ def _lossless(first: FirstAttempt) -> list[Rung]:
 
 def _lossy(first: FirstAttempt) -> list[Rung]:
     found = []
+    if first.may_tile:
+        found.append(Rung(name=Tile.name, action=RecomputeOffload(), in_tiles=True))
     if first.may_compress:
         found.append(Rung(name=Compress.name, action=Compress()))
     num_parts = 2

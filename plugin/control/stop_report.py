@@ -166,10 +166,13 @@ def _attempt(attempt: FailedAttempt) -> str:
     return f"{attempt.name} (needed {attempt.needed_bytes:,} bytes)"
 
 
-def advise(*, may_compress: bool, split_by: str | None, head_is_peak: bool) -> tuple[str, ...]:
+def advise(
+    *, may_tile: bool, may_compress: bool, split_by: str | None, head_is_peak: bool
+) -> tuple[str, ...]:
     """Returns what a person can change, what helps most first.
 
     Args:
+        may_tile: Whether token-wise parts may run in slices already.
         may_compress: Whether lossy actions are allowed already.
         split_by: The call that takes how the loss combines sequences; None: batches are split
             already, or cannot be.
@@ -178,6 +181,11 @@ def advise(*, may_compress: bool, split_by: str | None, head_is_peak: bool) -> t
     advice = ["Shorten the sequences, take fewer in a batch, or raise the budget."]
     if head_is_peak:
         advice.insert(0, "Most of it is needed by head and loss: use a tiled loss.")
+    if not may_tile:
+        advice.append(
+            "`policy: {allow_tile: true}` permits MLPs and norms in slices of the sequence, which "
+            "adds up in another order."
+        )
     if not may_compress:
         advice.append("`policy: {allow_lossy: true}` permits 8-bit activations, which are lossy.")
     if split_by is not None:

@@ -288,6 +288,44 @@ def test_other_arguments_are_sliced_with_it() -> None:
     assert is_token_wise(Gated(), (x(),), kwargs)
 
 
+class Given(nn.Module):
+    """Calls a function with all that it is given."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        return self.function(*given)
+
+
+def test_a_list_that_it_is_given_and_fills_is_refused() -> None:
+    """Slices would fill lists of their own."""
+
+    def fills(t: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        losses.append(t.detach())
+        return t * 2
+
+    losses: list[torch.Tensor] = []
+    found = objection_to_tiles(Given(fills), (x(), losses))
+    assert found is not None
+    assert found.text == "it changes a list, a dictionary or a dataclass that it is given"
+    assert losses == []
+
+
+def test_a_generator_that_it_is_given_stays_where_it_was() -> None:
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+
+    def draws(t: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return t * torch.rand(t.shape[-1], generator=generator)
+
+    found = objection_to_tiles(Given(draws), (x(), generator))
+    assert found is not None
+    assert found.text.startswith("it draws random numbers")
+    assert torch.equal(generator.get_state(), before)
+
+
 def test_token_ids_need_no_gradient() -> None:
     assert is_token_wise(nn.Embedding(11, 4), (torch.randint(0, 11, (2, 9)),))
 

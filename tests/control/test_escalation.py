@@ -19,6 +19,7 @@ def names(action: Action = Keep(), **changes: Any) -> list[str]:  # noqa: B008 -
         "armed": True,
         "can_arm": True,
         "attempts": 9,
+        "may_tile": False,
         "may_compress": False,
         "max_parts": 1,
     }
@@ -41,6 +42,9 @@ def names(action: Action = Keep(), **changes: Any) -> list[str]:  # noqa: B008 -
         ({"may_compress": True}, [*ARMED_KEEP, "compress"]),
         ({"may_compress": True, "attempts": 3}, ["offload", "compress"]),
         ({"may_compress": True, "attempts": 2}, ["offload"]),
+        ({"may_tile": True}, [*ARMED_KEEP, "tile"]),
+        ({"may_tile": True, "attempts": 2}, ["offload"]),
+        ({"may_tile": True, "may_compress": True, "attempts": 4}, ["offload", "tile", "compress"]),
         (
             {"max_parts": 5, "attempts": 5},
             [*ARMED_KEEP[1:], "2 parts, recompute+offload", "4 parts, recompute+offload"],
@@ -54,15 +58,16 @@ def test_lossless_attempts_come_first_and_the_lightest_are_left_out(
     assert names(**changes) == expected
 
 
-def test_only_compressing_and_splitting_are_lossy() -> None:
+def test_tiling_compressing_and_splitting_are_lossy() -> None:
     rungs = escalate(
         FirstAttempt(
             actions=(Keep(),),
             armed=False,
             can_arm=True,
             attempts=9,
+            may_tile=True,
             may_compress=True,
             max_parts=2,
         )
     )
-    assert [rung.is_lossy for rung in rungs] == [False] * 4 + [True] * 2
+    assert [rung.is_lossy for rung in rungs] == [False] * 4 + [True] * 3

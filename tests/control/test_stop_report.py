@@ -86,7 +86,7 @@ def test_a_batch_that_told_no_shape_gets_no_numbers() -> None:
 
 
 def test_the_text_says_what_would_fit_and_what_to_do() -> None:
-    advice = advise(may_compress=False, split_by=None, head_is_peak=True)
+    advice = advise(may_tile=False, may_compress=False, split_by=None, head_is_peak=True)
     report = replace(
         REPORT, obstacle="weights changed.", largest_length=300, num_torn_gradients=2, advice=advice
     )
@@ -96,6 +96,7 @@ def test_the_text_says_what_would_fit_and_what_to_do() -> None:
     assert "Sequences of up to 300 tokens are expected to fit." in text
     assert "Most of it is needed by head and loss: use a tiled loss." in text
     assert "`policy: {allow_lossy: true}`" in text
+    assert "`policy: {allow_tile: true}` permits MLPs and norms in slices" in text
     assert "split" not in text
 
 

@@ -200,6 +200,7 @@ CHANGES: list[tuple[str, Facts, tuple[str, ...], str]] = [
     ("policy.units", attached, (), "['model.layers.0']"),
     ("policy.op_retry", attached, (), "never"),
     ("policy.allow_lossy", attached, (), "true"),
+    ("policy.allow_tile", attached, (), "true"),
     ("policy.tiled_loss", tiled, (), "always"),
     ("control.attempts", attached, (), "2"),
     ("control.allow_split", attached, (), "true"),
