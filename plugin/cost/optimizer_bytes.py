@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,6 +20,9 @@ from rematic.cost.torch_private import make_fake_mode
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer over the given weights, as the training will: `foreach`, `fused` or neither
 decides what a step needs."""
+
+_MEASURED_SIDE = 256
+"""Weights are measured with as much of each side."""
 
 _BLOCK_ELEMENTS = 256
 _MIN_8BIT_ELEMENTS = 4096
@@ -66,28 +72,77 @@ def trace_optimizer(make: MakeOptimizer, parameters: Iterable[torch.Tensor]) -> 
     )
 
 
+def measure_optimizer(make: MakeOptimizer, parameters: Iterable[torch.Tensor]) -> OptimizerBytes:
+    """Returns what any optimizer needs, by two real steps over small weights on the CPU.
+
+    Of large weights it is taken to be as much for each element as of small ones.
+
+    Args:
+        make: Makes the optimizer.
+        parameters: All weights, of which those that need a gradient are trained; on any device.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    counts = Counter((tuple(p.shape), p.dtype) for p in trained)
+    if not counts:
+        return NO_OPTIMIZER
+    small = [(tuple(min(n, _MEASURED_SIDE) for n in shape), dtype) for shape, dtype in counts]
+    once = _Steps(make, small, is_fake=False)
+    twice = _Steps(make, [*small, *small], is_fake=False)
+    shares = [
+        math.prod(few) / math.prod(shape)
+        for (shape, _), (few, _) in zip(counts, small, strict=True)
+    ]
+    by_all = twice.step_bytes - once.step_bytes > once.step_bytes / 2  # else of the largest alone
+    scale = (
+        sum(p.nbytes for p in trained) / once.weight_bytes
+        if by_all
+        else max(p.numel() for p in trained) / max(math.prod(few) for few, _ in small)
+    )
+    return OptimizerBytes(
+        state_bytes=sum(
+            round(count * num_bytes / share)
+            for count, num_bytes, share in zip(
+                counts.values(), once.state_bytes, shares, strict=True
+            )
+        ),
+        step_bytes=round(once.step_bytes * scale),
+    )
+
+
 class _Steps:
     """The first two steps of an optimizer over weights of given shapes."""
 
     def __init__(
-        self, make: MakeOptimizer, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]
+        self,
+        make: MakeOptimizer,
+        kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        *,
+        is_fake: bool = True,
     ) -> None:
-        fake_mode = make_fake_mode()
-        twins = RealTwins(fake_mode)
+        fake_mode = make_fake_mode() if is_fake else None
+        twins = None if fake_mode is None else RealTwins(fake_mode)
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
         self.weight_bytes = sum(meta.nbytes for meta in metas)
         self.step_bytes = 0
-        with fake_mode:
-            weights = [nn.Parameter(twins.fake(meta)) for meta in metas]
+        with fake_mode or contextlib.nullcontext():
+            weights = [
+                nn.Parameter(
+                    torch.zeros_like(meta, device="cpu") if twins is None else twins.fake(meta)
+                )
+                for meta in metas
+            ]
             for weight in weights:
-                weight.grad = torch.empty_like(weight)
+                weight.grad = torch.zeros_like(weight)
             optimizer = make(weights)
             for _ in range(2):
-                self._step(optimizer, weights, twins)
+                self._step(optimizer, weights, twins or contextlib.nullcontext())
             self.state_bytes = [_state_bytes(optimizer, weight) for weight in weights]
 
     def _step(
-        self, optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], twins: RealTwins
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: list[nn.Parameter],
+        twins: AbstractContextManager[object],
     ) -> None:
         log = EventLog()
         log.ignore([*weights, *(w.grad for w in weights if w.grad is not None)])

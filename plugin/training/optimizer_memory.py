@@ -6,24 +6,26 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from rematic.cost import adam_8bit_bytes, trace_optimizer
-from rematic.recipes import AdamWConfig, TargetOptimizerConfig, TrainingConfig
-from rematic.training.optimization import build_optimizer
+from rematic.cost.recipe_optimizer import recipe_optimizer_bytes
+from rematic.recipes import TrainingConfig
 
 
-def optimizer_state_bytes(parameters: Iterable[nn.Parameter], training: TrainingConfig) -> int:
+def optimizer_state_bytes(
+    parameters: Iterable[nn.Parameter], training: TrainingConfig, *, allow_code: bool = False
+) -> int:
     """Bytes of the state over weights on any device, `meta` included.
 
-    Pages that the driver may move to the host do not count, and of an optimizer by its import path
-    nothing is known: 0.
+    Pages that the driver may move to the host do not count.
+
+    Args:
+        parameters: The model's; frozen ones count nothing.
+        training: The training section of a recipe.
+        allow_code: Whether `_target_` may name a class outside the allow-list.
+
+    Raises:
+        ValueError: An optimizer that is named by its import path cannot be used.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    config = training.optimizer
-    if isinstance(config, TargetOptimizerConfig):
-        return 0
-    if isinstance(config, AdamWConfig) and config.name.endswith("8bit"):
-        paged = config.name.startswith("paged")
-        return adam_8bit_bytes(trained, paged=paged).state_bytes
-    if isinstance(config, AdamWConfig) and config.name == "paged-adamw":
-        return 0
-    return trace_optimizer(lambda weights: build_optimizer(weights, training), trained).state_bytes
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return recipe_optimizer_bytes(
+        training, trained, on_accelerator=False, allow_code=allow_code
+    ).state_bytes

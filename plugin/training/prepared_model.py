@@ -79,22 +79,29 @@ def prepare_empty_model(recipe: Recipe, *, config: PreTrainedConfig) -> nn.Modul
     return model
 
 
-def measure_recipe(recipe: Recipe, *, config: PreTrainedConfig, max_length: int = 1) -> ModelSize:
+def measure_recipe(
+    recipe: Recipe, *, config: PreTrainedConfig, max_length: int = 1, allow_code: bool = False
+) -> ModelSize:
     """What the model of a recipe holds, found without allocating its weights.
 
     Args:
         recipe: The recipe.
         config: The config of its model.
         max_length: Longest sequence that it will be given, in tokens.
+        allow_code: Whether `_target_` may name a class outside the allow-list.
 
     Raises:
-        ValueError: As `prepare_empty_model`, or the model has no positions for such sequences.
+        ValueError: As `prepare_empty_model`, its optimizer cannot be used, or the model has no
+            positions for such sequences.
     """
     saved_bytes = _bytes_saved_by_quantization(recipe, config)
     model = prepare_empty_model(recipe, config=config)
     check_position_table(model, max_length=max_length)
     full = size_of(
-        model, optimizer_bytes=optimizer_state_bytes(model.parameters(), recipe.training)
+        model,
+        optimizer_bytes=optimizer_state_bytes(
+            model.parameters(), recipe.training, allow_code=allow_code
+        ),
     )
     return ModelSize(
         num_parameters=full.num_parameters,

@@ -84,7 +84,7 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
         num_labels=data.num_labels,
         marks=data.tokenizer.marks(),
     )
-    size = measure_recipe(recipe, config=config, max_length=data.max_length)
+    size = measure_recipe(recipe, config=config, max_length=data.max_length, allow_code=allow_code)
     _check_memory(recipe, size)
     directory = _open_directory(recipe, ranks, resume=resume)
     if resume is not None:

@@ -1,8 +1,11 @@
+from functools import partial
+
 import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
 
+from rematic.cost.optimizer_bytes import measure_optimizer, trace_optimizer
 from rematic.cost.recipe_optimizer import parts_of, recipe_optimizer_bytes
 from rematic.recipes import (
     AdafactorConfig,
@@ -42,16 +45,33 @@ def state_bytes(optimizer, parameters):
         (SGDConfig(momentum=0.9), lambda given: torch.optim.SGD(given, momentum=0.9)),
         (SGDConfig(), torch.optim.SGD),
         (TargetOptimizerConfig(_target_="torch.optim.RMSprop"), torch.optim.RMSprop),
+        (TargetOptimizerConfig(_target_="torch.optim.NAdam"), torch.optim.NAdam),
+        (TargetOptimizerConfig(_target_="torch.optim.ASGD"), torch.optim.ASGD),
+        (
+            TargetOptimizerConfig(_target_="torch.optim.Adam", options={"amsgrad": True}),
+            lambda given: torch.optim.Adam(given, amsgrad=True),
+        ),
         (TargetOptimizerConfig(_target_="bitsandbytes.optim.Adam8bit"), bnb.optim.Adam8bit),
+        (TargetOptimizerConfig(_target_="bitsandbytes.optim.Lion"), bnb.optim.Lion),
     ],
-    ids=["adamw", "adamw-8bit", "adafactor", "momentum", "sgd", "rmsprop", "adam8bit"],
+    ids=lambda value: getattr(value, "_target_", getattr(value, "name", "")),
 )
 def test_state_is_what_a_real_step_leaves(config, make):
     parameters = weights()
     predicted = recipe_optimizer_bytes(
         TrainingConfig(optimizer=config), parameters, on_accelerator=False
     )
-    assert predicted.state_bytes == state_bytes(make(parameters), parameters)
+    found = state_bytes(make(parameters), parameters)
+    assert predicted.state_bytes == pytest.approx(found, rel=1e-3)
+    if not isinstance(config, TargetOptimizerConfig):
+        assert predicted.state_bytes == found
+
+
+def test_what_is_measured_is_what_a_trace_finds():
+    for make in (torch.optim.RMSprop, partial(torch.optim.AdamW, foreach=True)):
+        traced, measured = (find(make, weights()) for find in (trace_optimizer, measure_optimizer))
+        assert measured.state_bytes == pytest.approx(traced.state_bytes, rel=1e-3)
+        assert measured.step_bytes == pytest.approx(traced.step_bytes, rel=0.05)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
