@@ -158,11 +158,11 @@ class SelectiveCache:
 
     def is_usable(self) -> bool:
         """Returns whether nothing that is kept was changed in place in the meantime."""
-        changed = [
+        changed = {
             (op, number)
             for op, number, tensor, version in torch_private.selective_results(self._in_forward)
-            if version_of(tensor) != version
-        ]
+            if version_of(tensor) != version or (op, number) in self._decider.changed
+        }
         for op, number in changed:
             self._selection.learn_change(op, number)
         return not changed
@@ -205,12 +205,16 @@ class _Decider:
         """What is kept: how many ops ran before, the op, which of its calls."""
         self.copies: list[tuple[Any, int, Any]] = []
         """Copies of results that will be changed in place: the op, which of its calls, result."""
+        self.changed: set[tuple[Any, int]] = set()
+        """Results that were changed in place, the op and which of its calls."""
+        self._storages: dict[int, tuple[Any, int]] = {}
 
     def decide(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         index, number = self.num_ops, self._num_calls[func]
         keeps = self._selection.is_needed(self.kind, index) and self._selection.keeps(
             func, (args, kwargs), before=self.seen
         )
+        self._note_changes(func, args, kwargs)
         self.num_ops += 1
         self._num_calls[func] += 1
         self.seen[func._schema.name] += 1
@@ -221,7 +225,24 @@ class _Decider:
             copy = map_leaves(torch.clone, context.op_output)
             self.copies.append((func, number, copy))
             return CheckpointPolicy.PREFER_RECOMPUTE
+        for tensor in iter_leaves(context.op_output):
+            key = torch_private.storage_key(tensor)
+            if key is not None:
+                self._storages[key] = (func, number)
         return CheckpointPolicy.MUST_SAVE
+
+    def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # By storage: what `_unsafe_view` (a linear layer without bias, of three dimensions),
+        # `unsafe_split` (cells of GRU and LSTM) and `.data` make counts its changes apart.
+        if not (self._storages and func._schema.is_mutable):
+            return
+        arguments = func._schema.arguments
+        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | {**kwargs}
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        for tensor in iter_leaves([given.get(name) for name in written]):
+            key = torch_private.storage_key(tensor)
+            if key in self._storages:
+                self.changed.add(self._storages[key])
 
 
 def _kind_of(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> CallKind:

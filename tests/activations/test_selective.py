@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,6 +138,74 @@ def test_a_kept_result_that_is_changed_in_place_is_copied_from_the_next_call_on(
     warnings = [r.message for r in caplog.records if "changed in place" in r.message]
     assert len(warnings) == 2  # once for each unit, not for each step
     assert warnings[0].startswith("unit '0.0': the result of aten.addmm.default, which selective")
+
+
+class Recurrent(nn.Module):
+    """A recurrence whose kernels change parts of a matrix product that count changes apart."""
+
+    def __init__(self, cell: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.cell = cell(8, 8)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = None
+        for _ in range(2):
+            state = self.cell(x, state)
+            x = x + self.down(state[0] if isinstance(state, tuple) else state)
+        return x
+
+
+class ThroughData(nn.Module):
+    """Changes a matrix product through `.data`, which raises no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        h.data.mul_(0.5)
+        return self.down(h.sin()).tanh()
+
+
+class AddsToProjection(nn.Module):
+    """Adds in place to a projection of three dimensions, as adapters do to that of their layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x[None])
+        h += 0.5
+        return self.down(h.sin())[0].tanh()
+
+
+UNCOUNTED: dict[str, Callable[[], nn.Module]] = {
+    "GRUCell": lambda: Recurrent(nn.GRUCell),
+    "LSTMCell": lambda: Recurrent(nn.LSTMCell),
+    ".data": ThroughData,
+    "+= after a linear without bias": AddsToProjection,
+}
+
+
+@pytest.mark.parametrize("block", UNCOUNTED.values(), ids=UNCOUNTED.keys())
+def test_a_kept_result_that_is_changed_without_a_version_is_not_used(
+    block: Callable[[], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(block(), block()))
+    x = torch.randn(3, 8)
+    model(x).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    engine = selective(model, Selective(save=("matmul",)))
+    for _ in range(3):
+        model.zero_grad()
+        model(x).sum().backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert not any(unit.pinned for unit in engine.units)
 
 
 class CountInReplay(TorchDispatchMode):
