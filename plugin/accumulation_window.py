@@ -29,12 +29,12 @@ class AccumulationWindow:
 
     Args:
         num_steps: Micro-batches finished before it.
-        num_updates: How often optimizers had begun to step before it.
+        num_boundaries: How often optimizers had stepped before it.
     """
 
-    def __init__(self, *, num_steps: int = 0, num_updates: int = 0) -> None:
+    def __init__(self, *, num_steps: int = 0, num_boundaries: int = 0) -> None:
         self.num_steps = num_steps
-        self.num_updates = num_updates
+        self.num_boundaries = num_boundaries
         self._is_read = False
         self._tensors = TensorCopies()
         self._generators: Generators = ()

@@ -34,7 +34,9 @@ def save_before_stop(session: Session, report: StopReport) -> StopReport:
     if session.at_stop is None:
         return replace(report, not_saved="`session.at_stop` is not set")
     window, num_steps = session._window, session.num_steps
-    is_whole = window.num_updates == session._num_updates  # or an optimizer has stepped inside
+    is_whole = (
+        window.num_boundaries == session._num_boundaries
+    )  # or an optimizer has stepped inside
     if is_whole:
         report = replace(report, num_unsaved_steps=num_steps - window.num_steps)
     try:

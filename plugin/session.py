@@ -69,7 +69,7 @@ class Session:
         self._parameters = list(model.parameters())
         self._costs = Costs()
         self._changing = ChangingState()
-        self._num_updates = 0
+        self._num_updates, self._num_boundaries = 0, 0
         self._window = AccumulationWindow()
         self.has_updated = False
         """Whether an optimizer has stepped since the session was attached or took up a state."""
@@ -248,7 +248,7 @@ class Session:
             self.abort_step(None)
         if self.begins_window:
             self._window = AccumulationWindow(
-                num_steps=self.num_steps, num_updates=self._num_updates
+                num_steps=self.num_steps, num_boundaries=self._num_boundaries
             )
         self.supervisor.before_step()
         self._policies.refuse_other_start(self._engine.joint_units())
@@ -380,5 +380,6 @@ class Session:
 
     def _pass_boundary(self) -> None:
         self.has_updated = True
+        self._num_boundaries += 1
         self._policies.pass_boundary(step=self.num_steps)
         self.supervisor.at_boundary()

@@ -22,10 +22,8 @@ from rematic.attachment import attach
 from rematic.batch_shape import BatchShape, default_batch_shape
 from rematic.hosts.evaluation_advice import advise_on_evaluation
 from rematic.hosts.instance_method import InstanceMethod
-from rematic.hosts.lightning_recovery import (
-    LightningRecovery,
-    save_emergency_checkpoint,
-)
+from rematic.hosts.lightning_checkpoint import save_emergency_checkpoint
+from rematic.hosts.lightning_recovery import LightningRecovery
 from rematic.hosts.progress_figures import progress_figures
 from rematic.hosts.session_file import take_up
 from rematic.hosts.step_figures import StepFigures
@@ -109,7 +107,7 @@ class LightningDriver:
             # The loaded checkpoint is in memory and soon will not be: no overhead of the process.
             overhead_bytes = session.probe.overhead_bytes - self._checkpoint_bytes
             session.probe.overhead_bytes = max(0, overhead_bytes)
-        session.at_stop = functools.partial(save_emergency_checkpoint, module.trainer)
+        session.at_stop = functools.partial(save_emergency_checkpoint, module.trainer, session)
         session.split_by = None
         self.session = session
         self._module = module

@@ -7,10 +7,8 @@ the state of the module. Hooks around backward run once.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +17,6 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, P
 from torch import nn
 
 from rematic.activations.host_generators import save_generators
-from rematic.control import StopReport
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.session import Session
 from rematic.session_step import SessionStep
@@ -27,7 +24,6 @@ from rematic.step_comparison import StepComparison
 from rematic.step_recovery import Failure, StepRecovery
 from rematic.transaction import ModuleSnapshot
 
-_log = logging.getLogger("rematic")
 _OF_LIGHTNING = frozenset({"_trainer", "_fabric"})
 """Attributes of a module that are no state of it."""
 _PLAIN_PRE_BACKWARDS = (
@@ -35,8 +31,6 @@ _PLAIN_PRE_BACKWARDS = (
     MixedPrecision.pre_backward,
     FSDPPrecision.pre_backward,
 )
-CHECKPOINT_NAME = "rematic-emergency.ckpt"
-"""File in the Trainer's `default_root_dir` that a stopped training is saved to."""
 
 
 class LightningRecovery:
@@ -265,12 +259,3 @@ class _Results:
     def restore(self) -> None:
         """Puts back what it held before the step."""
         self._before.restore()
-
-
-def save_emergency_checkpoint(trainer: pl.Trainer, report: StopReport) -> str | None:
-    """Saves a training that is about to stop; returns where, None where other ranks go on."""
-    if trainer.world_size > 1:
-        return None  # saving is a collective, and the others have not stopped
-    path = Path(trainer.default_root_dir) / CHECKPOINT_NAME
-    trainer.save_checkpoint(path)
-    return str(path)

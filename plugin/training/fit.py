@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 import lightning.pytorch as pl
@@ -221,7 +222,7 @@ class Fit:
     def _callbacks(self) -> list[Callback]:
         """In this order: refuse, record, evaluate, show, and cap last, when all else has begun."""
         job = self._job
-        callbacks: list[Callback] = [_BudgetCheck(self)]
+        callbacks: list[Callback] = [_SessionCheck(self)]
         if job.recipe.data.packing:
             callbacks.append(PackingCheck())
         callbacks.append(self.recorder)
@@ -291,8 +292,8 @@ class Fit:
         return facts
 
 
-class _BudgetCheck(Callback):
-    """Refuses a budget before the first step."""
+class _SessionCheck(Callback):
+    """Refuses a budget before the first step, and says where a run that stops is saved."""
 
     def __init__(self, fit: Fit) -> None:
         self._fit = fit
@@ -300,6 +301,9 @@ class _BudgetCheck(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._fit.check_budget()
+        session, save = self._fit.session, self._fit.recorder.save_at_stop
+        assert isinstance(pl_module, TrainedModule)
+        session.at_stop = partial(save, trainer, pl_module, session)
 
 
 def _say_nothing(text: str) -> None:

@@ -10,7 +10,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from rematic.control import StopReport
+from rematic.hosts.lightning_checkpoint import save_emergency_checkpoint
 from rematic.journal import EventSink
+from rematic.session import Session
 from rematic.training.interrupts import StopRequest
 from rematic.training.json_lines import JsonLines
 from rematic.training.loader import BatchLoader
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from rematic.training.progress import Figures
     from rematic.training.run_directory import RunDirectory
+    from rematic.training.trained_module import TrainedModule
 
 
 class RunRecorder(Callback):
@@ -136,13 +140,42 @@ class RunRecorder(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Ends the journal; the last checkpoint stays as it was."""
+        """Ends the journal."""
         self._stop.stop_deferring()
         if self.is_empty and isinstance(exception, (ValueError, KeyboardInterrupt)):
             return  # the folder goes away
         interrupted = isinstance(exception, KeyboardInterrupt)
         reason = None if interrupted else " ".join(str(exception).split())[:2000]
         self._end("interrupted" if interrupted else "failed", reason=reason)
+
+    def save_at_stop(
+        self, trainer: pl.Trainer, module: TrainedModule, session: Session, report: StopReport
+    ) -> str:
+        """Saves a run that stops for good, behind its last optimizer step, to be resumed.
+
+        Args:
+            trainer: The Trainer.
+            module: What it trains.
+            session: The session.
+            report: Why it stops.
+
+        Returns:
+            The run's checkpoint.
+
+        Raises:
+            NotSavedError: If there is nothing to save, or other processes have not stopped.
+        """
+        loader, before = self._loader, (self._loader.finished, module.batches_before)
+        loader.finished -= report.num_unsaved_steps
+        module.batches_before = loader.finished  # it has counted the batch that failed
+        try:
+            path = save_emergency_checkpoint(
+                trainer, session, report, path=self._directory.checkpoint
+            )
+        finally:
+            loader.finished, module.batches_before = before
+        self._note_checkpoint(step=session.num_steps - 1)
+        return path
 
     def _tell_of_loss(self, loss: float) -> None:
         """Says once that what follows is worth nothing; the run goes on, as a plain loop would."""
@@ -191,16 +224,13 @@ class RunRecorder(Callback):
         self._metrics.append(line)
 
     def _save(self, trainer: pl.Trainer) -> None:
-        path = self._directory.checkpoint
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(self._directory.checkpoint)
         step = self._figures()
-        self._journal.write(
-            {
-                "event": "checkpoint",
-                "step": None if step is None else step.step,
-                "path": str(path),
-            }
-        )
+        self._note_checkpoint(step=None if step is None else step.step)
+
+    def _note_checkpoint(self, *, step: int | None) -> None:
+        path = str(self._directory.checkpoint)
+        self._journal.write({"event": "checkpoint", "step": step, "path": path})
 
     def _end(self, status: str, *, reason: str | None) -> None:
         self._journal.write(

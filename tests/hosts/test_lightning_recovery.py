@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -228,25 +227,6 @@ def test_an_update_that_runs_out_of_memory(runner: Runner, entry: str, number: i
     fitted = runner.fit(FaultyNet, **made)
     assert failing.probe.num_ooms == 1
     fitted.is_same_as(plain)
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_what_never_fits_leaves_a_checkpoint(runner: Runner, tmp_path: Path, entry: str) -> None:
-    """Cases F4 and F9; the fit can go on from it."""
-    FAULTS.__init__()
-    journal = Recorded()
-    arguments = {"recipe": STEP_ALONE, "policy": "keep", "journal": journal}
-    trainer = runner.trainer(default_root_dir=tmp_path, **runner.entry(entry, **arguments))
-    with pytest.raises(rematic.StepOutOfMemoryError, match="The training was saved to ") as caught:
-        runner.fit(NeverFits, trainer=trainer)
-    path = tmp_path / "rematic-emergency.ckpt"
-    assert caught.value.report.checkpoint == str(path)
-    assert len(caught.value.report.attempts) == 4
-    (stop,) = [event for event in journal.events if event["event"] == "stop"]
-    assert stop["checkpoint"] == str(path)
-    resumed = runner.fit(FaultyNet, ckpt_path=path, **runner.entry(entry, policy="keep"))
-    assert resumed.trainer.global_step == 14
 
 
 COMPARED = Recipe(
