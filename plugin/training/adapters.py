@@ -49,6 +49,9 @@ def add_adapter(model: nn.Module, tuning: TuningConfig, *, source: ModelConfig) 
         with warnings.catch_warnings():
             # PEFT 0.21 asks transformers 5.24 for an attribute by its old name.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+            # It finds transposed layers, and `check_mergeable` what it says of tied ones.
+            for told in ("fan_in_fan_out is set to False", "Model has `tie_word_embeddings=True`"):
+                warnings.filterwarnings("ignore", message=told)
             with _where_it_is(model):
                 adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:  # such as for a module of a kind that it cannot adapt
@@ -57,6 +60,31 @@ def add_adapter(model: nn.Module, tuning: TuningConfig, *, source: ModelConfig) 
             f"tuning.targets cannot be adapted ({text}); name linear layers"
         ) from error
     return adapted.train()
+
+
+def check_mergeable(model: nn.Module) -> None:
+    """Refuses to merge an adapter into weights that another layer has too.
+
+    Args:
+        model: The model with its adapter; its weights need not exist.
+
+    Raises:
+        ValueError: One layer of a tied pair has an adapter: merged, the other would change too.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, module in model.named_modules():
+        base: Any = getattr(module, "base_layer", None)
+        weight = getattr(base, "weight", None)
+        owners = names.get(id(weight), [])
+        if len(owners) > 1 and hasattr(module, "merge"):
+            other = next(one for one in owners if not one.startswith(f"{name}."))
+            raise ValueError(
+                f"run.save asks for merged weights, but tuning.targets adapts "
+                f"{name.rpartition('.')[2]!r}, whose weight is that of {other!r} too and would "
+                "change there as well; write run.save: adapter, or adapt other layers"
+            )
 
 
 def _where_it_is(model: nn.Module) -> AbstractContextManager[object]:

@@ -7,14 +7,14 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rematic.recipes import Recipe
-from rematic.training.adapters import add_adapter
+from rematic.training.adapters import add_adapter, check_mergeable
 from rematic.training.dtype_inventory import check_dtypes
 from rematic.training.model import DTYPES, build_empty_model, build_model, load_model
 from rematic.training.model_config import check_position_table
 from rematic.training.model_size import ModelSize, size_of
 from rematic.training.optimizer_memory import optimizer_state_bytes
 from rematic.training.quantize import (
-    check_experts,
+    check_quantizable,
     fused_experts,
     held_bytes,
     keep_layout,
@@ -72,10 +72,11 @@ def prepare_empty_model(recipe: Recipe, *, config: PreTrainedConfig) -> nn.Modul
     """
     model = build_empty_model(recipe.model, max_length=1, config=config)
     if recipe.weight_format != "none":
-        list(linears_to_quantize(model, recipe.quantization))  # checks the names
-        check_experts(model, recipe.weight_format)
+        check_quantizable(model, recipe.quantization, recipe.weight_format)
     if recipe.tuning.method != "full":
         model = add_adapter(model, recipe.tuning, source=recipe.model)
+        if "merged" in recipe.saved:
+            check_mergeable(model)
     return model
 
 

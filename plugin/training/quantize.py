@@ -73,6 +73,30 @@ def quantize_experts(
         )
 
 
+def check_quantizable(
+    model: nn.Module, quantization: QuantizationConfig, weight_format: WeightFormat
+) -> None:
+    """Refuses a model of which nothing could be held in few bits.
+
+    Args:
+        model: A model whose weights need not exist.
+        quantization: How they are to be held.
+        weight_format: The same in a word.
+
+    Raises:
+        ValueError: As `linears_to_quantize` and `check_experts`, or there is no such layer.
+    """
+    check_experts(model, weight_format)
+    some = any(True for _ in linears_to_quantize(model, quantization))
+    if not (some or any(True for _ in fused_experts(model))):
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ValueError(
+            f"quantization.format is {weight_format!r}, but a model of type {kind!r} has no linear "
+            "layers besides its head that could be held so (or quantization.skip names all of "
+            "them); write tuning.method: lora and quantization.format: none"
+        )
+
+
 def check_experts(model: nn.Module, weight_format: WeightFormat) -> None:
     """Refuses fused experts in 8 bits, in which bitsandbytes cannot hold them.
 
