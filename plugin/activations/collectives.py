@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rematic.memory import autocast_of_call
+
 if TYPE_CHECKING:
     from rematic.activations.unit import Unit
 
@@ -43,7 +45,8 @@ class _Watch(TorchDispatchMode):
             return NotImplemented  # its own dispatch comes down to ops on the parts, seen here
         if func.namespace in _NAMESPACES and func._opname not in _WAITS:
             _make_joint(self._unit, func._opname)
-        return func(*args, **(kwargs or {}))
+        with autocast_of_call(func):
+            return func(*args, **(kwargs or {}))
 
 
 def watching_collectives(unit: Unit) -> contextlib.AbstractContextManager[object]:

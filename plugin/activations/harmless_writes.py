@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rematic.activations import torch_private
 from rematic.activations.kept_values import version_of
+from rematic.memory import autocast_of_call
 
 _SET = "aten::set_.source_Tensor"
 
@@ -118,7 +119,8 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         if func.name() == _SET and _is_as_it_was(*args):
             self.num_writes[id(args[0])] += 1
-        return func(*args, **(kwargs or {}))
+        with autocast_of_call(func):
+            return func(*args, **(kwargs or {}))
 
 
 def _is_as_it_was(written: torch.Tensor, source: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rematic.activations.nested import iter_leaves
 from rematic.memory import (
     ListVersions,
+    autocast_of_call,
     changed_lists,
     is_out_of_memory,
     load_compiler_now,
@@ -105,7 +106,8 @@ class OpRetry(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 2.13 
             try:
                 if before is None and traits.changes_state:
                     before = _Before(traits, args, kwargs)
-                result = func(*args, **kwargs)
+                with autocast_of_call(func):
+                    result = func(*args, **kwargs)
                 break
             except RuntimeError as error:
                 if not is_out_of_memory(error) or not _may_run_again(traits, args, kwargs):

@@ -6,6 +6,7 @@ The caching is torch's (`create_selective_checkpoint_contexts`); what is kept is
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from rematic.activations import torch_private
 from rematic.activations.kept_values import version_of
 from rematic.activations.nested import iter_leaves, map_leaves
+from rematic.memory import autocast_of_call
 from rematic.policy import OpName, parse_op_name
 
 _log = logging.getLogger("rematic")
@@ -144,6 +146,8 @@ class SelectiveCache:
         self._in_forward, self._in_replay = contexts
         for context in contexts:  # what is compiled inside of the unit stays compiled
             context.ignore_compile_internals = _yes
+            mode: Any = type(context)
+            context.__class__ = _under_autocast_of_call(mode)
 
     def note_slot(self) -> None:
         """Takes note that a tensor was saved for backward: a replay must come this far."""
@@ -189,6 +193,20 @@ class SelectiveCache:
 
 def _yes() -> bool:
     return True
+
+
+@functools.cache
+def _under_autocast_of_call(mode: Any) -> Any:
+    """Returns a dispatch mode of torch that leaves autocast to the op as its caller had it."""
+
+    def handle(
+        self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with autocast_of_call(func):
+            return handle_alone(self, func, types, args, kwargs)
+
+    handle_alone = mode.__torch_dispatch__
+    return type(mode.__name__, (mode,), {"__torch_dispatch__": handle})
 
 
 class _Decider:

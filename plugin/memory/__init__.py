@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rematic.memory.autocast_of_call import autocast_of_call as autocast_of_call
 from rematic.memory.cached_blocks import RELEASING_KINDS as RELEASING_KINDS
 from rematic.memory.cached_blocks import release_cached_blocks as release_cached_blocks
 from rematic.memory.compiler_import import load_compiler_now as load_compiler_now

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rematic.memory.autocast_of_call import autocast_of_call
 from rematic.memory.compiler_import import load_compiler_now
 from rematic.memory.list_versions import ListVersions, changed_lists
 from rematic.memory.snapshot import MemorySnapshot
@@ -105,7 +106,8 @@ class SimulatedProbe(TorchDispatchMode):  # type: ignore[no-untyped-call] # unty
         failure = self._failure_before(func)
         if failure is None:
             versions = ListVersions(self._changed_lists(func), args)
-            output = func(*args, **kwargs)
+            with autocast_of_call(func):
+                output = func(*args, **kwargs)
             versions.count()
             failure = self._count(func, (args, kwargs), output)
             if failure is None:
