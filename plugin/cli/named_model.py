@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rematic.recipes import ModelConfig, list_recipes, load_recipe
+from rematic.recipes.model_schema import Task
 
 _BOOKKEEPING = frozenset(
     {
@@ -62,13 +63,31 @@ def _read(model: ModelConfig, *, known: list[str] | None = None) -> ModelConfig:
         hint = f"; without a network these are known: {', '.join(sorted(known))}" if known else ""
         raise ValueError(f"{error}{hint}") from error
     return ModelConfig(
-        task=model.task,
+        task=task_of(str(config.model_type), getattr(config, "architectures", None) or ()),
         type=str(config.model_type),
         config=plain_config(config.to_diff_dict()),
         id=model.id,
         path=model.path,
         revision=model.revision,
     )
+
+
+def task_of(model_type: str, architectures: Sequence[str]) -> Task:
+    """Returns the task that a model was saved for, or else the one that its type is made for.
+
+    Args:
+        model_type: As transformers names it.
+        architectures: Names of the classes in its config, such as `BertForMaskedLM`.
+    """
+    from rematic.training.tasks import TASKS
+
+    for task, traits in TASKS.items():
+        if traits.types.get(model_type) in architectures:
+            return task
+    fitting = [task for task, traits in TASKS.items() if model_type in traits.types]
+    # encoders and pairs of encoder and decoder have heads of other tasks too
+    made_for: tuple[Task, ...] = ("seq2seq", "masked-lm", "causal-lm")
+    return next((task for task in made_for if task in fitting), "causal-lm")
 
 
 def plain_config(values: Mapping[str, Any]) -> dict[str, object]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rematic.cli.plan_command import budget_of
 from rematic.cli.recipe_forecast import RecipeForecast, forecast_recipe
@@ -117,9 +119,10 @@ def _ways_on_cpu() -> Sequence[_Way]:
 
 def _recipe(wish: Wish, way: _Way) -> Recipe:
     source = wish.model.id or wish.model.path or wish.model.type or "model"
-    stem = source.rstrip("/").rpartition("/")[2].lower()
+    if wish.model.path is not None:
+        source = Path(wish.model.path).expanduser().resolve().name
     return Recipe(
-        name=f"{stem}-{way.method}-{length_text(wish.length)}-{wish.device.name}",
+        name=_name(source, f"-{way.method}-{length_text(wish.length)}-{wish.device.name}"),
         description=f"{way.method} of {source}, sequences of up to {wish.length:,} tokens",
         model=replace(wish.model, dtype=way.dtype),
         tuning=TuningConfig(method=way.method),
@@ -130,6 +133,12 @@ def _recipe(wish: Wish, way: _Way) -> Recipe:
         goals=GoalsConfig(headroom_min=0.03, slowdown_max=1.5),
         planned_on=FiguresConfig(device=wish.device.name),
     )
+
+
+def _name(source: str, rest: str) -> str:
+    """What a folder can be called, too."""
+    stem = re.sub(r"[^\w .+-]+", "-", source.rpartition("/")[2].lower()).lstrip(" .+-")
+    return f"{(stem or 'model')[: 100 - len(rest)]}{rest}"
 
 
 def length_text(length: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from rematic.byte_sizes import format_bytes
 from rematic.cli.exit_codes import DONE
 from rematic.cli.plan_command import parse_lengths
-from rematic.recipes import Recipe, differences_as_plain, format_plain, parse_budget
+from rematic.recipes import ModelConfig, Recipe, differences_as_plain, format_plain, parse_budget
 
 if TYPE_CHECKING:
     from rematic.cli.new_recipe import Wish
@@ -36,14 +37,20 @@ def run_new(arguments: argparse.Namespace) -> int:
         raise ValueError(_refusal(wish, planned))
     path = output or _checked(Path(f"{found.recipe.name}.yaml"), arguments.force)
     recipe = replace(_with_figures(found), name=path.stem)
-    path.write_text(recipe_text(recipe, path=path, forecast=found), "utf-8")
+    try:
+        with path.open("w" if arguments.force else "x", encoding="utf-8") as file:
+            file.write(recipe_text(recipe, path=path, forecast=found))
+    except OSError as error:  # somebody was faster, or may not write there
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}); name another file by --output"
+        ) from error
     print(_summary_json(path, found, planned) if arguments.json else _summary(path, found, planned))
     return DONE
 
 
 def recipe_text(recipe: Recipe, *, path: Path, forecast: RecipeForecast) -> str:
     """The file: a header, and what differs from the defaults."""
-    device, shown = recipe.planned_on, f"./{path.name}" if path.parent == Path() else str(path)
+    device, shown = recipe.planned_on, _shown(path)
     header = (
         f"# Purpose: {recipe.description}.",
         f"# Run:      rematic train {shown}",
@@ -82,6 +89,7 @@ def _wish(arguments: argparse.Namespace) -> Wish:
             "or masked-lm, since other data must say where its answers or classes are: write a "
             "recipe that extends a shipped one, and plan it by `rematic plan`"
         )
+    _check_length(model, length)
     return Wish(
         model=model,
         device=device or local_cpu(),
@@ -99,11 +107,34 @@ def _checked(path: Path, force: bool) -> Path:
             f"{path} cannot be written: there is no folder {path.parent}; expected a file in a "
             "folder that exists"
         )
-    if path.exists() and not force:
+    try:
+        Recipe(name=path.stem)
+        is_there = path.exists()
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{str(path)!r} cannot name a recipe ({error}); name another file by --output"
+        ) from error
+    if is_there and not force:
         raise ValueError(
             f"{path} exists already; name another file by --output, or replace it by --force"
         )
     return path
+
+
+def _shown(path: Path) -> str:
+    """The path as a shell and `rematic train` take it."""
+    return shlex.quote(str(path) if path.is_absolute() else f"./{path}")
+
+
+def _check_length(model: ModelConfig, length: int) -> None:
+    from rematic.training.model_config import positions_of
+
+    positions = positions_of(model)
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"--length is {length:,} tokens, but the model has positions for {positions:,} tokens; "
+            f"write at most --length {positions}"
+        )
 
 
 def _with_figures(found: RecipeForecast) -> Recipe:
@@ -120,7 +151,7 @@ def _summary(path: Path, found: RecipeForecast, planned: list[RecipeForecast]) -
             *(f"{_way(one)}: {_need(one)}, too much" for one in planned if one is not found),
             f"{_way(found)}: {_need(found)} of {format_bytes(found.budget_bytes)} on "
             f"{found.device.name}, {own.seconds:.3g} s a micro-batch ({plan})",
-            f"wrote {path}: rematic train {path if path.is_absolute() else f'./{path}'}",
+            f"wrote {path}: rematic train {_shown(path)}",
         ]
     )
 

@@ -181,9 +181,20 @@ def _number(config: PreTrainedConfig, key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def positions_of(model: ModelConfig) -> int | None:
+    """The longest sequence that a model written out in a recipe has positions for, in tokens.
+
+    None where it has no such bound.
+
+    Raises:
+        ValueError: As `build_config`.
+    """
+    return _number(_make_config(model, marks={}).get_text_config(), "max_position_embeddings")
+
+
 def _check_positions(config: PreTrainedConfig, *, max_length: int) -> None:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < max_length:
+    positions = _number(config.get_text_config(), "max_position_embeddings")
+    if positions is not None and positions < max_length:
         raise ValueError(_too_long(max_length, positions))
 
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import transformers
 
-from rematic.cli import main
+from rematic.cli import main, new_recipe
 from rematic.cli.recipe_forecast import forecast_recipe
 from rematic.cost import calibrate
 from rematic.cost.devices import gpu_named
@@ -118,7 +119,15 @@ def _no_network(*_: object, **__: object) -> None:
         (["--device", "cpu", "--length", "64"], "needs a budget"),
         (["--device", "rtx-4091", "--length", "64"], "did you mean rtx-4090"),
         (["--device", "t4", "--length", "4k,8k"], "expected one length"),
-        (["--device", "t4", "--length", "8k"], "positions for 4096 tokens"),
+        (
+            ["--device", "t4", "--length", "8k"],
+            "--length is 8,192 tokens, but the model has positions for 4,096 tokens; write at most",
+        ),
+        (["--device", "t4", "--length", "64", "--output", "x!.yaml"], "'x!.yaml' cannot name a"),
+        (
+            ["--device", "t4", "--length", "64", "--output", f"{'x' * 300}.yaml"],
+            "x.yaml' cannot name a recipe (name is 'xxx",
+        ),
         (["--device", "t4", "--length", "64", "--output", "x"], "ends in .yaml"),
         (["--device", "t4", "--length", "64", "--output", "a/x.yaml"], "there is no folder a"),
         (["--device", "t4", "--length", "64", "--model", "smal.yaml"], "did you mean small.yaml"),
@@ -127,10 +136,89 @@ def _no_network(*_: object, **__: object) -> None:
             "a model for sequence-classification; expected one for causal-lm or masked-lm",
         ),
     ],
-    ids=["budget", "device", "lengths", "positions", "suffix", "folder", "model", "task"],
+    ids=[
+        "budget",
+        "device",
+        "lengths",
+        "positions",
+        "name",
+        "long",
+        "suffix",
+        "folder",
+        "model",
+        "task",
+    ],
 )
 def test_says_what_cannot_be_asked(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert new("--model", "small.yaml", *argv) == 2
     assert message in capsys.readouterr().err
+
+
+def saved_config(name: str, kind: str, **sizes: int) -> str:
+    config = transformers.BertConfig(vocab_size=320, **sizes)
+    config.architectures = [kind]
+    config.save_pretrained(name)
+    return name
+
+
+BERT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("BertForMaskedLM", "masked-lm"),
+        ("BertModel", "masked-lm"),
+        ("BertLMHeadModel", "causal-lm"),
+        ("BertForSequenceClassification", None),
+    ],
+)
+def test_the_task_is_that_of_the_weights(
+    kind: str, task: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_config("bert", kind, **BERT)
+    code = new("--model", "bert", "--device", "t4", "--length", "64", "--output", "b.yaml")
+    if task is None:
+        assert code == 2
+        assert "a model for sequence-classification; expected" in capsys.readouterr().err
+        return
+    assert code == 0
+    assert load_recipe("./b.yaml").model.task == task
+
+
+def test_a_folder_of_any_name_gives_a_recipe_of_one_that_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("my model (2)", "x" * 120, "-odd"):
+        saved_config(name, "BertForMaskedLM", **BERT)
+        assert new("--model", f"./{name}", "--device", "t4", "--length", "64") == 0
+        command = capsys.readouterr().out.splitlines()[-1].partition(": rematic train ")[2]
+        (path,) = shlex.split(command)
+        assert load_recipe(path).model.path == f"./{name}"
+    monkeypatch.chdir("my model (2)")
+    assert new("--model", ".", "--device", "t4", "--length", "64") == 0
+    assert Path("my model -2--full-64-t4.yaml").is_file()
+    capsys.readouterr()
+
+
+def test_a_file_that_appears_while_it_plans_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = new_recipe.first_that_fits
+
+    def slow(wish: new_recipe.Wish) -> object:
+        Path("mine.yaml").write_text("somebody's")
+        return plan(wish)
+
+    monkeypatch.setattr(new_recipe, "first_that_fits", slow)
+    argv = ["--model", "small.yaml", "--device", "t4", "--length", "64", "--output", "mine.yaml"]
+    assert new(*argv) == 2
+    assert "mine.yaml cannot be written (File exists)" in capsys.readouterr().err
+    assert Path("mine.yaml").read_text() == "somebody's"
