@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no stack": (
         lambda: rematic.attach(torch.nn.Linear(2, 2), policy="keep"),
-        "^found no repeated stack of blocks in Linear",
+        "^found no stack of blocks in Linear",
     ),
 }
 

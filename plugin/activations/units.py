@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from rematic.activations.routers import is_router
+from rematic.activations.routers import find_routers, is_router
 from rematic.activations.wrappers import without_wrappers
 from rematic.policy import match_names
+
+_SHARE_OF_STAGE = 2 / 3
+"""The share of a stage's weights that its stack has at least; the rest makes the image smaller."""
 
 
 def find_units(
@@ -18,7 +21,10 @@ def find_units(
 
     Without patterns the units are the blocks of every repeated stack: the children of a
     `ModuleList` or `Sequential` that holds two or more modules of one class, each with children of
-    its own. Only the outermost stack counts (experts inside a block belong to the block).
+    its own. Lists within a list are one stack. Only the outermost stack counts (experts inside a
+    block belong to the block), but for stages: a block that is little more than a stack of blocks
+    gives way to them. Without a repeated stack the blocks of lists that hold only one count (a
+    layer that runs several times, a model of one layer).
 
     Args:
         model: The model, possibly the block itself.
@@ -30,12 +36,12 @@ def find_units(
     Raises:
         ValueError: If a pattern matches nothing, or no repeated stack is found.
     """
-    found = _matched(model, patterns) if patterns else _each_once(_stacks(model, ""))
+    found = _matched(model, patterns) if patterns else _by_default(model)
     found = [pair for pair in found if not _is_unnamed_router(model, pair, patterns, routers)]
     if not found:
         raise ValueError(
-            f"found no repeated stack of blocks in {type(model).__name__}: expected a ModuleList "
-            "or Sequential with two or more blocks of one class. Name the units in the recipe, "
+            f"found no stack of blocks in {type(model).__name__}: expected a ModuleList or "
+            "Sequential of modules that hold others. Name the units in the recipe, "
             f'for example `policy: {{units: ["{_example(model)}"]}}`.'
         )
     return found
@@ -70,6 +76,11 @@ def _outermost(name: str, chosen: set[str]) -> bool:
     return not any(".".join(parts[:i]) in chosen for i in range(1, len(parts)))
 
 
+def _by_default(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    repeated = _each_once(_stacks(model, "", _repeated_blocks))
+    return repeated or _each_once(_stacks(model, "", _listed_blocks))
+
+
 def _each_once(found: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     # a stack that two parts of the model share is reached twice; its first name counts
     names: dict[nn.Module, str] = {}
@@ -78,22 +89,65 @@ def _each_once(found: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
     return [(name, module) for module, name in names.items()]
 
 
-def _stacks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    blocks = _blocks(module)
-    if blocks:
-        yield from ((f"{prefix}{key}", block) for key, block in blocks)
-        return
-    for name, child in module.named_children():
-        yield from _stacks(child, f"{prefix}{name}.")
+def _stacks(
+    module: nn.Module,
+    prefix: str,
+    blocks_of: Callable[[nn.Module], list[tuple[str, nn.Module]]],
+) -> Iterator[tuple[str, nn.Module]]:
+    blocks = blocks_of(module)
+    for key, block in blocks:
+        stage = _stack_of_stage(block)
+        if stage is None:
+            yield f"{prefix}{key}", block
+        else:
+            yield from _stacks(getattr(block, stage), f"{prefix}{key}.{stage}.", blocks_of)
+    if not blocks:
+        for name, child in module.named_children():
+            yield from _stacks(child, f"{prefix}{name}.", blocks_of)
 
 
-def _blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
+def _repeated_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
     if not isinstance(container, (nn.ModuleList, nn.Sequential)):
         return []
-    blocks = [(key, child) for key, child in container.named_children() if _is_block(child)]
+    blocks = _members(container)
     classes = [type(block) for _, block in blocks]
     repeated = any(classes.count(cls) > 1 for cls in classes)
     return blocks if repeated else []
+
+
+def _listed_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    return _members(container) if isinstance(container, nn.ModuleList) else []
+
+
+def _members(container: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Returns the blocks of a list; a list in it is none, since it is never called, but its own."""
+    found = []
+    for key, child in container.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _members(child, f"{prefix}{key}.")
+        elif _is_block(child):
+            found.append((f"{prefix}{key}", child))
+    return found
+
+
+def _stack_of_stage(block: nn.Module) -> str | None:
+    """Returns the name of the stack that a block mostly consists of, None if it is no stage.
+
+    The members of a stage are blocks themselves: they hold modules that hold others. (Experts are
+    a few layers each, and beside their router.)
+    """
+    if find_routers(block):
+        return None
+    for name, child in block.named_children():
+        members = [member for _, member in _repeated_blocks(child)]
+        nested = [any(map(_is_block, member.children())) for member in members]
+        if nested and all(nested) and _num_weights(child) >= _SHARE_OF_STAGE * _num_weights(block):
+            return name
+    return None
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_block(module: nn.Module) -> bool:

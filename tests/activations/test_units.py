@@ -85,6 +85,66 @@ class Mixed(nn.Module):
         self.tail = nn.Sequential(Block(), Expert())  # nothing is repeated
 
 
+class Nested(nn.Module):
+    """A block that holds a block, as a layer holds its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Block()
+        self.norm = nn.LayerNorm(8)
+
+
+class Stage(nn.Module):
+    """Blocks, and something small behind them."""
+
+    def __init__(self, make_block: Callable[[], nn.Module], depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make_block() for _ in range(depth)])
+        self.behind = nn.Linear(8, 8)
+
+
+class Branches(nn.Module):
+    """Mostly two blocks, but as much beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([Nested(), Nested()])
+        self.attention = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+
+
+class GatedMixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList([Nested() for _ in range(3)])
+
+
+class Stages(nn.Module):
+    def __init__(self, make_stage: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([make_stage(depth) for depth in (2, 1, 3)])
+
+
+def _albert() -> nn.Module:
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    return AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=11,
+            embedding_size=8,
+            hidden_size=8,
+            num_attention_heads=2,
+            intermediate_size=16,
+        )
+    )
+
+
+def _pairs() -> nn.Module:
+    """Lists of a list, which are never called themselves."""
+    layers = nn.ModuleList(nn.ModuleList([Block(), Mixture()]) for _ in range(2))
+    return nn.ModuleDict({"layers": layers, "head": nn.Linear(8, 8)})
+
+
 FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "llama": (LLAMA_SDPA.build, [f"model.layers.{i}" for i in range(3)]),
     "gpt2": (GPT2.build, [f"transformer.h.{i}" for i in range(3)]),
@@ -103,6 +163,26 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         Towers,
         ["text.blocks.0", "text.blocks.1", "image.blocks.0", "image.blocks.1"],
     ),
+    "lists of a list": (
+        _pairs,
+        ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"],
+    ),
+    "stages give way to their blocks": (
+        lambda: Stages(lambda depth: Stage(Nested, depth)),
+        ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1"]
+        + [f"stages.2.blocks.{i}" for i in range(3)],
+    ),
+    "stages of flat blocks stay": (
+        lambda: Stages(lambda depth: Stage(Block, depth)),
+        ["stages.0", "stages.1", "stages.2"],
+    ),
+    "blocks with branches stay": (lambda: Model(Branches, 2), ["blocks.0", "blocks.1"]),
+    "experts beside their router": (lambda: Model(GatedMixture, 2), ["blocks.0", "blocks.1"]),
+    "albert, one layer that runs several times": (
+        _albert,
+        ["albert.encoder.albert_layer_groups.0"],
+    ),
+    "a single block": (lambda: Model(depth=1), ["blocks.0"]),
     "two classes in one stack": (Mixed, ["body.0", "body.2", "body.3"]),
 }
 
@@ -150,7 +230,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
 NOTHING: dict[str, Any] = {
     "no stack": lambda: nn.Linear(4, 4),
     "layers without children": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-    "a single block": lambda: Model(depth=1),
+    "a single block that is no list's": lambda: nn.Sequential(Block(), nn.Linear(8, 8)),
     "blocks without parameters": lambda: nn.Sequential(
         nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())
     ),
@@ -161,9 +241,8 @@ NOTHING: dict[str, Any] = {
 def test_a_model_without_a_repeated_stack_is_refused(build: Callable[[], nn.Module]) -> None:
     model = build()
     message = (
-        f"found no repeated stack of blocks in {type(model).__name__}: expected a ModuleList or "
-        "Sequential with two or more blocks of one class. Name the units in the recipe, for "
-        "example `policy: {units: ["
+        f"found no stack of blocks in {type(model).__name__}: expected a ModuleList or Sequential "
+        "of modules that hold others. Name the units in the recipe, for example `policy: {units: ["
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         find_units(model)
