@@ -8,12 +8,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rematic.control import StopReport
+from rematic.session_events import report_event
+from rematic.stop_snapshot import save_memory_snapshot
 from rematic.transaction import release_attempt
 
 if TYPE_CHECKING:
     from rematic.session import Session
 
 _log = logging.getLogger("rematic")
+
+UNFINISHED = (
+    "the optimizer has stepped, and what comes behind its step was not finished: resume from the "
+    "last checkpoint"
+)
+"""Why a training that stops behind an update is not saved."""
 
 
 class NotSavedError(RuntimeError):
@@ -34,9 +42,7 @@ def save_before_stop(session: Session, report: StopReport) -> StopReport:
     if session.at_stop is None:
         return replace(report, not_saved="`session.at_stop` is not set")
     window, num_steps = session._window, session.num_steps
-    is_whole = (
-        window.num_boundaries == session._num_boundaries
-    )  # or an optimizer has stepped inside
+    is_whole = not session.is_behind_update  # no optimizer has stepped inside the step
     if is_whole:
         report = replace(report, num_unsaved_steps=num_steps - window.num_steps)
     try:
@@ -52,6 +58,27 @@ def save_before_stop(session: Session, report: StopReport) -> StopReport:
         session.num_steps = num_steps
     _log.warning("the training could not be saved before it stops: %s", reason)
     return replace(report, not_saved=reason)
+
+
+def end_training(session: Session, report: StopReport, *, step: int) -> StopReport:
+    """Saves the training and what the device holds, and writes why it ends.
+
+    Args:
+        session: The session, without an open step.
+        report: Why it ends; where it says already why nothing is saved, nothing is.
+        step: Number of the micro-batch.
+
+    Returns:
+        The report with what was saved.
+    """
+    journal = session.settings.journal
+    try:
+        if report.not_saved is None:
+            report = save_before_stop(session, report)
+        report = replace(report, memory_snapshot=save_memory_snapshot(report, journal))
+    finally:  # an interrupt while it is saved as well
+        journal.write(report_event(report, step=step))
+    return report
 
 
 def refuse_to_save(session: Session, *, num_ranks: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rematic import control
@@ -30,28 +32,35 @@ class OptimizerRelief:
 
 
 def retry_of_update(
-    optimizer: torch.optim.Optimizer,
+    parameters: Callable[[], int],
     ledger: Ledger,
     settings: SessionSettings,
     before: MemorySnapshot | None,
 ) -> OpRetry | None:
-    """Returns the retry that covers a step of an optimizer, None where it needs none.
+    """Returns the retry that covers an update, or what is done to gradients before it.
 
     Args:
-        optimizer: The optimizer.
+        parameters: Returns the bytes of the parameters.
         ledger: The records that may give way.
         settings: What the session keeps to.
         before: Memory when the last micro-batch ended; None if none has, or if one is open.
+
+    Returns:
+        The retry, None where none is needed.
     """
     covered = settings.op_retry == "always"
     if settings.op_retry == "auto" and settings.budget_bytes is not None:
         covered = before is None or not control.fits_update(
             in_use_bytes=before.allocated_bytes,
-            parameter_bytes=sum(
-                tensor_bytes(p) for group in optimizer.param_groups for p in group["params"]
-            ),
+            parameter_bytes=parameters(),
             budget_bytes=settings.budget_bytes,
             capacity_bytes=before.capacity_bytes,
             reserve=settings.reserve,
         )
     return OpRetry(OptimizerRelief(ledger)) if covered else None
+
+
+def optimizer_bytes(*optimizers: torch.optim.Optimizer) -> int:
+    """Returns the bytes of the parameters of optimizers."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return sum(tensor_bytes(p) for group in groups for p in group["params"])

@@ -16,8 +16,7 @@ from rematic.control import Change, Costs, History, StepRequest, StopReport
 from rematic.memory import Probe, is_out_of_memory
 from rematic.model_planner import ModelPlanner
 from rematic.open_step import OpenStep
-from rematic.optimizer_boundary import OptimizerBoundary, OptimizerGuard
-from rematic.optimizer_relief import retry_of_update
+from rematic.optimizer_boundary import OptimizerBoundary
 from rematic.policy import Plan, Policy, Recompute, policy_named
 from rematic.policy_changes import PolicyChanges
 from rematic.recovery_start import begin_recovery
@@ -34,6 +33,7 @@ from rematic.step_recovery import StepRecovery
 from rematic.supervisor import Supervisor
 from rematic.transaction import ChangingState, num_ranks
 from rematic.untrained_parameters import tell_of_untrained
+from rematic.update_cover import UpdateCover
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -70,6 +70,7 @@ class Session:
         self._costs = Costs()
         self._changing = ChangingState()
         self._num_updates, self._num_boundaries = 0, 0
+        self._update_cover = UpdateCover(self)
         self._window = AccumulationWindow()
         self.has_updated = False
         """Whether an optimizer has stepped since the session was attached or took up a state."""
@@ -140,6 +141,11 @@ class Session:
         return self._policies.at_boundary or all(p.grad is None for p in self._parameters)
 
     @property
+    def is_behind_update(self) -> bool:
+        """Whether an optimizer has stepped since the update of the last micro-batch began."""
+        return self._window.num_boundaries != self._num_boundaries
+
+    @property
     def budget_bytes(self) -> int | None:
         """Bytes that may be in use on the device; None without a limit."""
         return self.settings.budget_bytes
@@ -149,7 +155,7 @@ class Session:
         self._boundaries += [
             OptimizerBoundary(
                 optimizer,
-                guard=self._optimizer_guard,
+                guard=self._update_cover.guard,
                 on_step=self._pass_boundary,
                 on_torn=SessionStep(self).torn,
             )
@@ -247,12 +253,16 @@ class Session:
         if self._step is not None:
             self.abort_step(None)
         if self.begins_window:
-            self._window = AccumulationWindow(
-                num_steps=self.num_steps, num_boundaries=self._num_boundaries
-            )
+            self.begin_window()
         self.supervisor.before_step()
         self._policies.refuse_other_start(self._engine.joint_units())
         SessionStep(self).open(batch, repeatable=repeatable)
+
+    def begin_window(self) -> None:
+        """Takes note that what follows belongs to another update; hosts need it where they stop."""
+        self._window = AccumulationWindow(
+            num_steps=self.num_steps, num_boundaries=self._num_boundaries
+        )
 
     def end_step(self) -> StepRecord:
         """Ends the micro-batch, learns from it and writes it to the journal."""
@@ -286,6 +296,17 @@ class Session:
             if self._model_planner is not None and not step.armed:
                 self._model_planner.note_loss(step.decision)
             self.settings.journal.write(stop_event(step, error))
+
+    def run_on_gradients(self, work: Callable[[], T]) -> T:
+        """Runs what hosts do to gradients between a micro-batch and the optimizer's step.
+
+        Clipping, say. Failed ops are run again, as in the optimizer's step.
+
+        Raises:
+            StepOutOfMemoryError: If that does not help; the training was saved as it was behind the
+                last optimizer step, as far as a host does.
+        """
+        return self._update_cover.run(work)
 
     def evict(self, num_bytes: int) -> int:
         """Frees at least so many bytes now if records hold them; returns the bytes freed."""
@@ -370,13 +391,6 @@ class Session:
         step, self._step = self._step, None
         step.close()
         return step
-
-    def _optimizer_guard(self, optimizer: torch.optim.Optimizer) -> OptimizerGuard:
-        self._num_updates += 1
-        step, last = self._step, self.last_step
-        before = last.after if last is not None and step is None else None
-        retry = retry_of_update(optimizer, self._engine.ledger, self.settings, before)
-        return OptimizerGuard(retry, None if step is None else step.meter)
 
     def _pass_boundary(self) -> None:
         self.has_updated = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rematic.activations import Engine, Notice
-from rematic.control import Change, Meeting
+from rematic.control import Change, Meeting, StopReport, format_stop
 from rematic.memory import Probe
 from rematic.open_step import OpenStep
 from rematic.policy import LADDER, Policy, policy_to_plain
@@ -62,6 +62,17 @@ def notice_event(notice: Notice, *, step: int) -> dict[str, Any]:
         "kind": notice.kind,
         "text": notice.text,
         "figures": dict(notice.figures),
+    }
+
+
+def report_event(report: StopReport, *, step: int) -> dict[str, Any]:
+    """Returns the end of a training for which memory ran out."""
+    return {
+        "event": "stop",
+        "step": step,
+        "reason": report.obstacle or "every attempt that is allowed ran out of memory",
+        "report": format_stop(report),
+        **report.to_plain(),
     }
 
 

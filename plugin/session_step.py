@@ -10,7 +10,7 @@ import torch
 
 from rematic import control
 from rematic.activations import Ledger, PartsMode
-from rematic.at_stop import save_before_stop
+from rematic.at_stop import end_training
 from rematic.batch_shape import BatchShape
 from rematic.control import (
     FailedAttempt,
@@ -26,7 +26,6 @@ from rematic.policy import Action
 from rematic.split_batch import Reduction, batch_statistics, num_sequences, run_in_parts
 from rematic.step_comparison import StepComparison
 from rematic.step_recovery import run_attempts, with_room
-from rematic.stop_snapshot import save_memory_snapshot
 from rematic.torn_step import torn_step_error
 from rematic.training_tensors import gradient_bytes, pending_gradient_bytes, resident_bytes
 from rematic.transaction import abort_ranks, num_ranks
@@ -242,27 +241,7 @@ class SessionStep:
         """Ends the step for good: a host saves a checkpoint, and the journal gets the report."""
         session = self._session
         step = session._close_step()
-        try:
-            report = save_before_stop(session, report)
-            snapshot = save_memory_snapshot(report, session.settings.journal)
-            report = replace(report, memory_snapshot=snapshot)
-        finally:  # an interrupt while it is saved as well
-            self._write_stop(step, report)
-        return report
-
-    def _write_stop(self, step: OpenStep, report: StopReport) -> None:
-        reason = report.obstacle or "every attempt that is allowed ran out of memory"
-        self._session.settings.journal.write(
-            {
-                "event": "stop",
-                "step": step.number,
-                "reason": reason,
-                "report": control.format_stop(report),
-                "batch": step.shape.batch,
-                "length": step.shape.length,
-                **{k: v for k, v in report.to_plain().items() if k not in ("batch", "length")},
-            }
-        )
+        return end_training(session, report, step=step.number)
 
     def torn(
         self, optimizer: torch.optim.Optimizer, changed: list[torch.Tensor], error: RuntimeError

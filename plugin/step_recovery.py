@@ -143,12 +143,7 @@ class StepRecovery:
         if not is_out_of_memory(error):
             self._tell_of(error)
             return None
-        in_use = self._step.in_use_bytes()
-        failure = Failure(
-            error=str(error).split("\n")[0],
-            where=_where(error),
-            needed_bytes=None if in_use is None else in_use + requested_bytes(error),
-        )
+        failure = read_failure(error, self._step.in_use_bytes())
         release_attempt(error, *losses)
         return failure
 
@@ -209,6 +204,11 @@ class StepRecovery:
             self._data_parallel.close()
         if self.transaction is not None:
             self.transaction.commit()
+
+    def put_back(self) -> None:
+        """Makes everything as before the micro-batch, unless something cannot be put back."""
+        if self.transaction is not None and self._obstacle() is None:
+            self.transaction.give_up()
 
     def close(self) -> None:
         """Ends it in any other way; safe to call twice."""
@@ -286,9 +286,28 @@ class StepRecovery:
             report = self._step.give_up(report)
         finally:  # an interrupt while the training is saved as well
             abort_ranks()
-        error = StepOutOfMemoryError(control.format_stop(report))
-        error.report = report
-        raise error
+        raise stop_error(report)
+
+
+def read_failure(error: BaseException, in_use_bytes: int | None) -> Failure:
+    """Returns what an out-of-memory error says, in plain values.
+
+    Args:
+        error: The error.
+        in_use_bytes: Bytes in use now, None if unknown.
+    """
+    return Failure(
+        error=str(error).split("\n")[0],
+        where=_where(error),
+        needed_bytes=None if in_use_bytes is None else in_use_bytes + requested_bytes(error),
+    )
+
+
+def stop_error(report: StopReport) -> StepOutOfMemoryError:
+    """Returns the error with which a training ends."""
+    error = StepOutOfMemoryError(control.format_stop(report))
+    error.report = report
+    return error
 
 
 def with_room(make: Callable[[], T], ledger: Ledger) -> T:

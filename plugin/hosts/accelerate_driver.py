@@ -18,6 +18,7 @@ from rematic.control import StopReport
 from rematic.hosts.accelerate_checkpoint import AcceleratorSaves, EmergencySaves
 from rematic.hosts.accelerate_step import AcceleratorCounters, HostState, RecoverableCall
 from rematic.hosts.accelerate_takeover import TakenKeys
+from rematic.hosts.gradient_seams import cover_methods
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.hosts.session_file import read_session, write_session
 from rematic.hosts.step_figures import StepFigures
@@ -31,6 +32,7 @@ from rematic.split_batch import Reduction
 _log = logging.getLogger("rematic")
 _OWN_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Backward is theirs, and so are the gradients."""
+_ON_GRADIENTS = ("clip_grad_norm_", "clip_grad_value_", "unscale_gradients")
 _SHARDED = "its parameters are sharded, and what a failed backward has gathered stays gathered."
 _PLACED_BY_WRAPPER = (DistributedType.FSDP, *_OWN_ENGINES)
 
@@ -154,6 +156,7 @@ class AccelerateDriver:
             InstanceMethod(accelerator, "free_memory", self._free_memory),
             InstanceMethod(accelerator, "log", self._log_figures),
             InstanceMethod(accelerator, "load_state", self._load_state),
+            *cover_methods(accelerator, _ON_GRADIENTS, self._attached),
         ]
         self._hooks = [
             accelerator.register_save_state_pre_hook(self._save),
@@ -334,6 +337,9 @@ class AccelerateDriver:
         if self.saves is not None:
             self.saves.end_step()
         return result
+
+    def _attached(self) -> Session | None:
+        return self.session if self.is_attached else None
 
     def _save_at_stop(self, report: StopReport) -> str:
         assert self.saves is not None

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 from torch.utils._pytree import tree_leaves
 
 from rematic.at_stop import refuse_to_save
-from rematic.control import StopReport
 from rematic.session import Session
 
 CHECKPOINT_NAME = "rematic-emergency.ckpt"
@@ -22,14 +21,14 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 def save_emergency_checkpoint(
-    trainer: pl.Trainer, session: Session, report: StopReport, *, path: Path | None = None
+    trainer: pl.Trainer, session: Session, *, num_done: int, path: Path | None = None
 ) -> str:
     """Saves a training as it was behind its last optimizer step; returns where.
 
     Args:
         trainer: The Trainer.
         session: The session.
-        report: Why the training stops.
+        num_done: Batches before the first one of the update that was not made.
         path: The file, of a caller who puts back the loader too; None for `rematic-emergency.ckpt`
             in the Trainer's `default_root_dir`.
 
@@ -40,7 +39,7 @@ def save_emergency_checkpoint(
     if path is None:
         path = Path(trainer.default_root_dir) / CHECKPOINT_NAME
         _tell_of_loaders(trainer)
-    with _counted_back(trainer, report.num_unsaved_steps):
+    with _counted_back(trainer, num_done):
         trainer.save_checkpoint(path)
     return str(path)
 
@@ -56,12 +55,13 @@ def _tell_of_loaders(trainer: pl.Trainer) -> None:
 
 
 @contextmanager
-def _counted_back(trainer: pl.Trainer, num_batches: int) -> Iterator[None]:
-    """Takes batches that are to come again out of the loop's counts, from which a fit goes on."""
+def _counted_back(trainer: pl.Trainer, num_done: int) -> Iterator[None]:
+    """Lets the loop's counts say that so many batches are finished, and no other has begun."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     before = [(counts, vars(counts).copy()) for counts in (progress.current, progress.total)]
+    num_more = progress.total.completed - num_done
     for counts, values in before:
-        vars(counts).update({name: values[name] - num_batches for name in _COUNTS})
+        vars(counts).update(dict.fromkeys(_COUNTS, values["completed"] - num_more))
     try:
         yield
     finally:

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from rematic.activations import replaying
+from rematic.at_stop import UNFINISHED
 from rematic.attachment import attach
 from rematic.batch_shape import BatchShape, default_batch_shape
+from rematic.control import StopReport
 from rematic.hosts.evaluation_advice import advise_on_evaluation
+from rematic.hosts.gradient_seams import cover_methods
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.hosts.lightning_checkpoint import save_emergency_checkpoint
 from rematic.hosts.lightning_recovery import LightningRecovery
@@ -33,7 +38,10 @@ from rematic.memory.storages import storages_of
 from rematic.policy import Policy
 from rematic.recipes import Recipe
 from rematic.session import Session
+from rematic.step_recovery import StepOutOfMemoryError
+from rematic.update_cover import stop_outside
 
+_log = logging.getLogger("rematic")
 CHECKPOINT_KEY = "rematic"
 """Where a checkpoint holds the state of the session; a stock Trainer does not look there."""
 
@@ -71,6 +79,9 @@ class LightningDriver:
         self._module: pl.LightningModule | None = None
         self._log: InstanceMethod | None = None
         self._bar: InstanceMethod | None = None
+        self._seams: list[InstanceMethod] = []
+        self._num_begun = 0
+        self._told: BaseException | None = None
         self._covered: list[torch.optim.Optimizer] = []
         self._is_open = False
         self._recovery: LightningRecovery | None = None
@@ -107,10 +118,12 @@ class LightningDriver:
             # The loaded checkpoint is in memory and soon will not be: no overhead of the process.
             overhead_bytes = session.probe.overhead_bytes - self._checkpoint_bytes
             session.probe.overhead_bytes = max(0, overhead_bytes)
-        session.at_stop = functools.partial(save_emergency_checkpoint, module.trainer, session)
+        session.at_stop = self.save_emergency_checkpoint
         session.split_by = None
         self.session = session
         self._module = module
+        self._num_begun, self._told = 0, None
+        self._cover_gradient_work(module)
         self._figures, self._last_logged = StepFigures(), module.trainer.global_step
         self._log = InstanceMethod(module, "log", _log_once)
         bar = module.trainer.progress_bar_callback
@@ -126,9 +139,11 @@ class LightningDriver:
         self._log.remove()
         if self._bar is not None:
             self._bar.remove()
+        for seam in self._seams:
+            seam.remove()
         self.session.detach()
         self._module, self._log, self._bar = None, None, None
-        self._covered, self._is_open = [], False
+        self._covered, self._seams, self._is_open = [], [], False
 
     def training_step(
         self,
@@ -156,6 +171,7 @@ class LightningDriver:
         batch = args[0] if args else kwargs.get("batch")
         self.session.begin_step(batch, repeatable=self._module.automatic_optimization)
         self._is_open = True
+        self._num_begun = self._progress.total.ready
         try:
             self._recovery = LightningRecovery(self.session, self._module, step, args, kwargs)
             output = self._recovery.forward()
@@ -197,13 +213,77 @@ class LightningDriver:
             advise_on_evaluation("evaluation" if stage is None else stage.value)
 
     def abort(self, error: BaseException) -> None:
-        """Ends a step that something interrupted."""
-        if self._recovery is not None:
-            self._recovery.close()
-            self._recovery = None
-        if self._is_open and self.session is not None:
-            self._is_open = False
+        """Ends a step that something interrupted, and a training that ran out of memory outside."""
+        recovery, self._recovery = self._recovery, None
+        stops = self._stops(error)
+        if recovery is not None:
+            recovery.close(puts_back=stops)
+        if self._is_open and self.session is not None and not stops:
             self.session.abort_step(error)
+        if stops:
+            self._stop(error)
+        self._is_open = False
+
+    def save_emergency_checkpoint(self, report: StopReport, path: Path | None = None) -> str:
+        """Saves a training that stops, as it was behind the last optimizer step.
+
+        Args:
+            report: Why it stops.
+            path: As of `lightning_checkpoint.save_emergency_checkpoint`.
+
+        Returns:
+            The file.
+
+        Raises:
+            NotSavedError: If it should not be saved.
+        """
+        assert self.session is not None
+        assert self._module is not None
+        num_finished = self._num_begun - self._is_open
+        return save_emergency_checkpoint(
+            self._module.trainer,
+            self.session,
+            num_done=num_finished - report.num_unsaved_steps,
+            path=path,
+        )
+
+    def _cover_gradient_work(self, module: pl.LightningModule) -> None:
+        scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+        self._seams = cover_methods(module, ["configure_gradient_clipping"], lambda: self.session)
+        if scaler is not None:
+            self._seams += cover_methods(scaler, ["unscale_"], lambda: self.session)
+
+    @property
+    def _progress(self) -> BatchProgress:
+        assert self._module is not None
+        progress: BatchProgress = self._module.trainer.fit_loop.epoch_loop.batch_progress
+        return progress
+
+    def _stops(self, error: BaseException) -> bool:
+        """Whether memory ran out in a training, where nobody has told of it yet."""
+        is_told = isinstance(error, StepOutOfMemoryError) or error is self._told
+        if self.session is None or self._module is None or is_told or not is_out_of_memory(error):
+            return False
+        return self._module.trainer.training
+
+    def _stop(self, error: BaseException) -> None:
+        assert self.session is not None
+        self._told = error
+        stop = stop_outside(self.session, error, unfinished=self._unfinished())
+        _log.error("%s", stop)
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(str(stop))
+
+    def _unfinished(self) -> str | None:
+        """Makes ready to save outside of a step; returns why that must not be, None if it can."""
+        assert self.session is not None
+        if not self.session.is_behind_update:
+            return None
+        counts = self._progress.total
+        if counts.ready == self._num_begun != counts.completed:
+            return UNFINISHED
+        self.session.begin_window()
+        return None
 
     def save(self, checkpoint: MutableMapping[str, Any]) -> None:
         """Adds the session's state to a checkpoint that holds more than weights."""

@@ -106,9 +106,15 @@ class LightningRecovery:
         self._comparison.close()
         self._recovery.commit()
 
-    def close(self) -> None:
-        """Ends it in any other way; safe to call twice."""
+    def close(self, *, puts_back: bool = False) -> None:
+        """Ends it in any other way; safe to call twice.
+
+        Args:
+            puts_back: Whether everything is to be as before it, as far as that is possible.
+        """
         self._comparison.close()
+        if puts_back:
+            self._recovery.put_back()
         self._recovery.close()
 
     @property

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from rematic.batch_shape import BatchShape
+from rematic.control import StopReport
 from rematic.hosts.lightning_driver import LightningDriver
 from rematic.journal import EventSink
 from rematic.memory import Probe
@@ -119,6 +120,22 @@ class SessionStrategy(Strategy):
             self._driver.load(checkpoint)
         return checkpoint
 
+    def save_emergency_checkpoint(self, report: StopReport, path: Path) -> str:
+        """Saves a training that stops, as it was behind the last optimizer step; returns where.
+
+        Args:
+            report: Why it stops.
+            path: The file.
+
+        Raises:
+            NotSavedError: If it should not be saved.
+        """
+        return self._driver.save_emergency_checkpoint(report, path)
+
+    def stop(self, exception: BaseException) -> None:
+        """Saves a training that ran out of memory outside of a step; safe to call twice."""
+        self._driver.abort(exception)
+
     @override
     def on_train_end(self) -> None:
         """Gives loggers what the last steps took."""
@@ -128,7 +145,7 @@ class SessionStrategy(Strategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Ends a step that an exception outside of it interrupted."""
-        self._driver.abort(exception)
+        self.stop(exception)
         if self.lightning_module is not None:
             self._driver.explain(exception, self.lightning_module.trainer)
         super().on_exception(exception)

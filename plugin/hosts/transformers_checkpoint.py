@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 
 from rematic.activations.host_generators import save_generators
-from rematic.at_stop import NotSavedError, refuse_to_save
+from rematic.at_stop import UNFINISHED, NotSavedError, refuse_to_save
 from rematic.control import StopReport
 from rematic.hosts.accelerate_checkpoint import FOLDER_NAME
 from rematic.hosts.accelerate_step import HostState
@@ -42,13 +42,14 @@ class TrainerSaves:
         self._output = Path(str(trainer.args.output_dir))
         self._folder = folder or self._output / FOLDER_NAME
         self._before: HostState | None = None
+        self._num_updates = 0
         self._put_epoch: Callable[[], None] | None = None
         self.callback = _NotesEpochs(self)
         """To be added to the Trainer."""
 
     def begin_window(self, state: HostState) -> None:
         """Takes what the Trainer has counted before the first micro-batch of an update."""
-        self._before = state
+        self._before, self._num_updates = state, self._trainer.state.global_step
 
     def end_step(self) -> None:
         """Takes no note: what the Trainer counts between its steps is before the next window."""
@@ -60,6 +61,20 @@ class TrainerSaves:
     def end_update(self) -> None:
         """Forgets them: from now on a Trainer reads them behind the batches that it skips."""
         self._put_epoch = None
+
+    def settle(self, session: Session) -> str | None:
+        """Makes ready to save a training that stops outside of a step.
+
+        Returns:
+            Why it must not be saved as it is, None if it can.
+        """
+        if not session.is_behind_update:
+            return None
+        if self._trainer.state.global_step == self._num_updates:
+            return UNFINISHED
+        self._before = None
+        session.begin_window()
+        return None
 
     def save(self, session: Session, report: StopReport) -> str:
         """Saves weights, optimizer, schedule, scaler, generators and the session's state.

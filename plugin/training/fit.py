@@ -301,9 +301,17 @@ class _SessionCheck(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._fit.check_budget()
-        session, save = self._fit.session, self._fit.recorder.save_at_stop
-        assert isinstance(pl_module, TrainedModule)
-        session.at_stop = partial(save, trainer, pl_module, session)
+        strategy = trainer.strategy
+        assert isinstance(strategy, SessionStrategy)
+        self._fit.session.at_stop = partial(self._fit.recorder.save_at_stop, strategy)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Before the recorder ends the journal."""
+        assert isinstance(trainer.strategy, SessionStrategy)
+        trainer.strategy.stop(exception)
 
 
 def _say_nothing(text: str) -> None:

@@ -11,19 +11,18 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from rematic.control import StopReport
-from rematic.hosts.lightning_checkpoint import save_emergency_checkpoint
+from rematic.hosts.lightning_strategy import SessionStrategy
 from rematic.journal import EventSink
-from rematic.session import Session
 from rematic.training.interrupts import StopRequest
 from rematic.training.json_lines import JsonLines
 from rematic.training.loader import BatchLoader
+from rematic.training.trained_module import TrainedModule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rematic.training.progress import Figures
     from rematic.training.run_directory import RunDirectory
-    from rematic.training.trained_module import TrainedModule
 
 
 class RunRecorder(Callback):
@@ -148,15 +147,11 @@ class RunRecorder(Callback):
         reason = None if interrupted else " ".join(str(exception).split())[:2000]
         self._end("interrupted" if interrupted else "failed", reason=reason)
 
-    def save_at_stop(
-        self, trainer: pl.Trainer, module: TrainedModule, session: Session, report: StopReport
-    ) -> str:
+    def save_at_stop(self, strategy: SessionStrategy, report: StopReport) -> str:
         """Saves a run that stops for good, behind its last optimizer step, to be resumed.
 
         Args:
-            trainer: The Trainer.
-            module: What it trains.
-            session: The session.
+            strategy: What trains it.
             report: Why it stops.
 
         Returns:
@@ -165,13 +160,14 @@ class RunRecorder(Callback):
         Raises:
             NotSavedError: If there is nothing to save, or other processes have not stopped.
         """
-        loader, before = self._loader, (self._loader.finished, module.batches_before)
+        loader, module, session = self._loader, strategy.lightning_module, strategy.session
+        assert isinstance(module, TrainedModule)
+        assert session is not None
+        before = loader.finished, module.batches_before
         loader.finished -= report.num_unsaved_steps
         module.batches_before = loader.finished  # it has counted the batch that failed
         try:
-            path = save_emergency_checkpoint(
-                trainer, session, report, path=self._directory.checkpoint
-            )
+            path = strategy.save_emergency_checkpoint(report, self._directory.checkpoint)
         finally:
             loader.finished, module.batches_before = before
         self._note_checkpoint(step=session.num_steps - 1)

@@ -156,7 +156,7 @@ def _failure(error: BaseException, directory: RunDirectory, *, ranks: Ranks) -> 
     """What the user is told; the traceback stays in the run directory."""
     details = directory.path / f"traceback{'' if ranks.is_first else ranks.rank}.txt"
     details.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    text = str(error) or type(error).__name__
+    text = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
     return RuntimeError(f"training failed: {text}\n(details in {details})")
 
 
