@@ -20,7 +20,7 @@ from rematic.control import (
     StepRequest,
     StopReport,
 )
-from rematic.memory import MemorySnapshot
+from rematic.memory import MemorySnapshot, is_out_of_memory
 from rematic.open_step import OpenStep
 from rematic.policy import Action
 from rematic.split_batch import Reduction, batch_statistics, num_sequences, run_in_parts
@@ -57,7 +57,7 @@ class SessionStep:
             repeatable: Whether the caller takes a `recovery` and runs the step again by it.
         """
         session = self._session
-        shape = with_room(lambda: session.settings.batch_shape(batch), self.ledger)
+        shape = self._shape_of(batch)
         before = session.probe.snapshot()
         repeatable = repeatable and num_ranks() == 1 and session.settings.attempts > 1
         asked = replace(
@@ -81,6 +81,14 @@ class SessionStep:
             reserve=session.settings.reserve,
         )
         self._open(shape, decision, before, armed=armed, spare=spare)
+
+    def _shape_of(self, batch: object) -> BatchShape:
+        try:
+            return with_room(lambda: self._session.settings.batch_shape(batch), self.ledger)
+        except RuntimeError as error:  # reading a batch is no reason to lose it
+            if not is_out_of_memory(error):
+                raise
+        return BatchShape(batch=1, length=1, padded=False)
 
     def _open(
         self,
@@ -197,13 +205,17 @@ class SessionStep:
         """
         session = self._session
         step = session._close_step()
-        before = session.probe.snapshot()
-        request = self._request(step.shape, before)
-        request = replace(request, actions=session.plan.actions if actions is None else actions)
-        decision = control.plan_step(session._costs, request)
-        asks = self._session.settings.allow_tile and step.num_step_retries > 0
-        parts: PartsMode = "sliced" if in_tiles else "asked" if asks else "whole"
-        self._open(step.shape, decision, before, armed=True, spare=False, parts=parts)
+        try:
+            before = session.probe.snapshot()
+            request = self._request(step.shape, before)
+            request = replace(request, actions=session.plan.actions if actions is None else actions)
+            decision = control.plan_step(session._costs, request)
+            asks = session.settings.allow_tile and step.num_step_retries > 0
+            parts: PartsMode = "sliced" if in_tiles else "asked" if asks else "whole"
+            self._open(step.shape, decision, before, armed=True, spare=False, parts=parts)
+        except BaseException:
+            session._step = step  # for whoever reports that it ends here
+            raise
         assert session._step is not None
         session._step.num_step_retries = step.num_step_retries
 
@@ -214,26 +226,39 @@ class SessionStep:
         session = self._session
         assert session._step is not None
         shape = session._step.shape
-        request = self._request(shape, session.probe.snapshot())
-        working = session._costs.working_set(shape.tokens)
-        head_is_peak = working is not None and working.head_bytes > working.unit_bytes
-        return StopReport(
+        report = StopReport(
             batch=shape.batch,
             length=shape.length,
             budget_bytes=session.budget_bytes,
             attempts=tuple(attempts),
-            usable_bytes=request.budget_bytes,
             obstacle=obstacle,
+            largest_length=None,
+            resident_bytes=(),
+            num_torn_gradients=num_torn,
+        )
+        try:
+            return self._with_figures(report, shape)
+        except RuntimeError as error:  # not for the sake of figures
+            if not is_out_of_memory(error):
+                raise
+        return report
+
+    def _with_figures(self, report: StopReport, shape: BatchShape) -> StopReport:
+        session = self._session
+        request = self._request(shape, session.probe.snapshot())
+        working = session._costs.working_set(shape.tokens)
+        return replace(
+            report,
+            usable_bytes=request.budget_bytes,
             largest_length=control.largest_length(session._costs, request),
             resident_bytes=resident_bytes(
                 session.model, [b.optimizer for b in session._boundaries]
             ),
-            num_torn_gradients=num_torn,
             advice=control.advise(
                 may_tile=session.settings.allow_tile,
                 may_compress=session.settings.allow_lossy,
                 split_by=None if self._max_parts > 1 else session.split_by,
-                head_is_peak=head_is_peak,
+                head_is_peak=working is not None and working.head_bytes > working.unit_bytes,
             ),
         )
 

@@ -9,6 +9,7 @@ import torch
 
 from rematic.control import policy_in_history, relative_difference
 from rematic.gradient_sample import GradientSample
+from rematic.memory import is_out_of_memory
 from rematic.policy import Action, lossless, resolve
 from rematic.step_recovery import StepRecovery, run_attempts
 from rematic.transaction import RestoreError, num_ranks
@@ -102,8 +103,13 @@ class StepComparison:
         if first is None or second is None or self._recovery.rung is not None:
             return
         assert self._due is not None
-        before, after = _number(self.result), _number(result)
-        gradients = second.difference_from(first)
+        try:
+            before, after = _number(self.result), _number(result)
+            gradients = second.difference_from(first)
+        except RuntimeError as error:  # the step itself went well
+            if not is_out_of_memory(error):
+                raise
+            return
         found = {"gradient_difference": gradients.difference}
         if before is not None and after is not None:
             found["loss_difference"] = relative_difference(before, after)

@@ -24,6 +24,7 @@ from rematic.transaction import (
     RestoreError,
     StepTransaction,
     abort_ranks,
+    num_ranks,
     release_attempt,
 )
 
@@ -169,8 +170,19 @@ class StepRecovery:
             How the next attempt is to run.
 
         Raises:
-            StepOutOfMemoryError: If there is none.
+            StepOutOfMemoryError: If there is none, or memory runs out while this is done.
         """
+        try:
+            return self._answer(failure, obstacle)
+        except RuntimeError as error:
+            if isinstance(error, StepOutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            release_attempt(error)
+        # outside `except`, so that nothing of it is alive
+        self._stop(_NO_ROOM)
+        raise AssertionError("a stop raises")
+
+    def _answer(self, failure: Failure, obstacle: str | None) -> Rung:
         self._step.note_failure()
         self._step.ledger.evict(1 << 62)  # what a loss that someone holds keeps alive
         _release_cached_blocks()
@@ -251,6 +263,18 @@ class StepRecovery:
             return str(error)
         return None
 
+    def _may_put_back(self, transaction: StepTransaction) -> bool:
+        """Returns whether the state before the step still belongs to the weights.
+
+        (Among ranks, gradients may be on their way to others.)
+        """
+        return (
+            self._data_parallel is None
+            and num_ranks() == 1
+            and self._step.num_updates() == self._num_updates
+            and not transaction.changed_parameters()
+        )
+
     def _climb(self) -> Rung:
         assert self._first is not None
         assert self.transaction is not None
@@ -278,8 +302,15 @@ class StepRecovery:
 
     def _stop(self, obstacle: str | None) -> None:
         num_torn = 0
-        if self.transaction is not None and obstacle is None:
-            num_torn = self.transaction.give_up()
+        if self.transaction is not None and self._may_put_back(self.transaction):
+            try:
+                self.transaction.give_up()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                release_attempt(error)
+                obstacle = _NOT_PUT_BACK
+            num_torn = self.transaction.num_torn
         self.close()
         report = self._step.stop_report(self._attempts, obstacle, num_torn)
         try:
@@ -308,6 +339,13 @@ def stop_error(report: StopReport) -> StepOutOfMemoryError:
     error = StepOutOfMemoryError(control.format_stop(report))
     error.report = report
     return error
+
+
+_NO_ROOM = "memory ran out while another attempt was made ready."
+_NOT_PUT_BACK = (
+    "memory ran out while what the step had changed was put back, so buffers and generators may "
+    "not be as before. Go on from the last checkpoint."
+)
 
 
 def with_room(make: Callable[[], T], ledger: Ledger) -> T:

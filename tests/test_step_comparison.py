@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rematic
+from rematic.gradient_sample import GradientSample
 from rematic.memory import SimulatedProbe
 from tests.hosts.accelerate_loops import WIDTH, Faults, Net
 from tests.hosts.lightning_fits import Recorded
@@ -67,4 +68,25 @@ def test_no_gradient_counts_twice(accumulate: int, failing: dict[str, Any]) -> N
     assert all(map(torch.equal, found, plain))
     compared = [event["difference"] for event in journal.events if event["event"] == "compare"]
     assert compared == [0.0], "of the step after the switch, or of the first that did not fail"
+    session.detach()
+
+
+def test_a_comparison_without_room_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(sample: GradientSample, other: GradientSample) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(GradientSample, "difference_from", fails)
+    journal, model = Recorded(), net(Faults())
+    session = rematic.attach(
+        model,
+        policy="keep",
+        budget="1GiB",
+        probe=SimulatedProbe(),
+        recipe={"goals": {"loss_tolerance": 0.01, "ooms_max": 9}, "policy": {"trust": ["*"]}},
+        journal=journal,
+    )
+    found = gradients(session, model, accumulate=1)
+    assert all(map(torch.equal, found, gradients(None, net(Faults()), accumulate=1)))
+    assert not [event for event in journal.events if event["event"] in ("compare", "stop")]
+    assert any(event.get("comparison") for event in journal.events if event["event"] == "step")
     session.detach()

@@ -7,6 +7,7 @@ every dispatch mode speaks of in spite of its underscore (`_version`, `_schema`,
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import types
@@ -107,6 +108,12 @@ def has_outer_saved_tensor_hooks() -> bool:
     """Returns whether somebody else's default saved-tensor hooks are active (`save_on_cpu`)."""
     # True: do not skip hooks which the tracer has put aside.
     return _top_hooks is not None and _top_hooks(True) is not None
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[object]:
+    """Runs the body unseen by the dispatch modes around it, where torch offers that."""
+    disabled = getattr(torch.utils._python_dispatch, "_disable_current_modes", None)
+    return contextlib.nullcontext() if disabled is None else disabled()
 
 
 def top_saved_tensor_hooks() -> object:

@@ -12,6 +12,7 @@ from rematic.activations.ambient import save_modes
 from rematic.activations.host_generators import HOST_GENERATORS
 from rematic.activations.kept_values import CLONED_BUFFER_BYTES, version_of
 from rematic.activations.nested import ContainerContents, iter_leaves
+from rematic.activations.torch_private import without_dispatch_modes
 from rematic.memory import is_out_of_memory
 from rematic.transaction.gradients import GradientContributions, RestoreError
 from rematic.transaction.hook_state import HookState
@@ -84,6 +85,8 @@ class StepTransaction:
         self._takes_from_iterator = any(iter_leaves(batch, leaf=Iterator))
         self._batch = [_BatchTensor(tensor) for tensor in iter_leaves(batch)]
         self._parameters = [(p, version_of(p), p.requires_grad) for p in parameters]
+        self.num_torn = 0
+        """What `give_up` has returned, or would have if memory had not run out in it."""
         self.gradients = GradientContributions([])
         if counts_gradients:
             self.count_gradients()
@@ -109,6 +112,10 @@ class StepTransaction:
         """
         self._snapshot = self._read_modules()
 
+    def changed_parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters that were changed in place, which nothing puts back."""
+        return [p for p, version, _ in self._parameters if version_of(p) != version]
+
     def check(self, *, in_parts: bool = False, with_gradients: bool = True) -> None:
         """Refuses what cannot be undone, before anything is.
 
@@ -120,7 +127,7 @@ class StepTransaction:
             RestoreError: If parameters, large buffers or the batch were changed in place, or
                 gradients by something other than backward.
         """
-        changed = [p for p, version, _ in self._parameters if version_of(p) != version]
+        changed = self.changed_parameters()
         if changed:
             raise RestoreError(
                 f"{len(changed)} parameters (the first of shape {tuple(changed[0].shape)}) were "
@@ -169,9 +176,9 @@ class StepTransaction:
             The number of parameters whose gradient from earlier micro-batches holds a part of this
             one, which nothing can take out again.
         """
-        num_torn = len(self.gradients.restore())
+        self.num_torn = len(self.gradients.restore())
         self._put_back()
-        return num_torn
+        return self.num_torn
 
     def copies_for_checkpoint(self) -> tuple[TensorCopies, Sequence[tuple[Any, Any]]]:
         """Returns copies of tensors and states of generators, which outlive the transaction."""
@@ -179,8 +186,13 @@ class StepTransaction:
 
     def commit(self) -> None:
         """Ends a step that went well, and learns what it changed."""
-        self._snapshot.learn()
-        self.gradients.close()
+        try:
+            self._snapshot.learn()
+        except RuntimeError as error:  # it went well all the same, and the next one teaches it
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            self.gradients.close()
 
     def close(self) -> None:
         """Ends the step in any other way; safe to call twice."""
@@ -190,15 +202,17 @@ class StepTransaction:
         return ModuleSnapshot(self._modules, self._changing, skipped=self._skipped)
 
     def _put_back(self) -> None:
-        # Copies into tensors that are there allocate nothing, unless on the way something else does
-        # (a mode of the user's, say). Done again, it does the same.
+        # Copies into tensors that are there allocate nothing (and modes of the user's that might
+        # are none of theirs); tensors that were resized do. Done again, it does the same.
         for _ in range(_TRIES - 1):
             try:
-                return self._put_back_once()
+                with without_dispatch_modes():
+                    return self._put_back_once()
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-        self._put_back_once()
+        with without_dispatch_modes():
+            self._put_back_once()
 
     def _put_back_once(self) -> None:
         self._put_modes_back()
