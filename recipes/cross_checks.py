@@ -181,6 +181,14 @@ def _check_batches(recipe: Recipe) -> None:
     flash = recipe.model.attention.startswith("flash")
     _require(
         recipe,
+        "model.attention",
+        not flash or "bf16" in (recipe.model.dtype, recipe.training.precision),
+        expected="sdpa, eager or flex_attention, since flash attention takes 16 bits only and"
+        " neither model.dtype nor training.precision is bf16",
+        remedy="write model.dtype: bf16 or training.precision: bf16",
+    )
+    _require(
+        recipe,
         "data.batch_size",
         not (data.packing and flash) or data.batch_size == 1,
         expected="1, since flash attention keeps packed documents apart in one sequence only",

@@ -69,6 +69,7 @@ def train(
 def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> Job:
     """Checks all that can be checked before weights exist, then makes the run directory."""
     ranks = find_ranks(recipe)
+    _check_attention(recipe)
     check_optimizer(
         recipe.training,
         allow_code=allow_code,
@@ -110,6 +111,15 @@ def _open_directory(recipe: Recipe, ranks: Ranks, *, resume: str | Path | None) 
     if ranks.run_path is not None:
         return RunDirectory(path=Path(ranks.run_path))
     return create_run_directory(recipe.run.dir, name=recipe.run.name or recipe.name)
+
+
+def _check_attention(recipe: Recipe) -> None:
+    chosen = recipe.model.attention
+    if trains_on_cpu(recipe) and chosen.startswith(("flash", "flex")):
+        raise ValueError(
+            f"model.attention is {chosen!r}, which has no backward on a CPU, where this recipe is "
+            "trained; expected eager or sdpa there: write auto"
+        )
 
 
 def _check_memory(recipe: Recipe, size: ModelSize) -> None:

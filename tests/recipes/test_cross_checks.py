@@ -79,7 +79,14 @@ QLORA = "tuning: {method: qlora}"
             "2:17: data.packing is true; expected false, since model.task is masked-lm; remove it",
         ),
         (
-            "model: {attention: flash_attention_2}\ndata: {packing: true, batch_size: 2}",
+            "model: {attention: flash_attention_3}",
+            "1:20: model.attention is 'flash_attention_3'; expected sdpa, eager or flex_attention,"
+            " since flash attention takes 16 bits only and neither model.dtype nor"
+            " training.precision is bf16; write model.dtype: bf16 or training.precision: bf16",
+        ),
+        (
+            "model: {attention: flash_attention_2, dtype: bf16}\n"
+            "data: {packing: true, batch_size: 2}",
             "2:35: data.batch_size is 2; expected 1, since flash attention keeps packed documents"
             " apart in one sequence only; write 1 and raise max_length or training.accumulate, or"
             " model.attention: sdpa",

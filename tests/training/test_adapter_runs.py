@@ -113,8 +113,12 @@ BAD = [
         "has 48 tokens, but the model has positions for 46 tokens; write data.max_length=46",
     ),
     (
-        ("model.attention=flash_attention_2",),
-        "is 'flash_attention_2', which cannot be",
+        ("model.dtype=bf16", "model.attention=flash_attention_2"),
+        "is 'flash_attention_2', which has no backward on a CPU, where this recipe is trained",
+    ),
+    (
+        ("data.packing=true", "model.attention=flex_attention"),
+        "is 'flex_attention', which has no backward on a CPU, where this recipe is trained",
     ),
 ]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -108,6 +109,15 @@ def test_refuses_what_cannot_be_trained(model: ModelConfig, message: str) -> Non
 def test_refuses_a_value_that_only_building_finds() -> None:
     with pytest.raises(ValueError, match=r"refuses model.config for type 'llama' \(KeyError"):
         build_model(tiny(hidden_act="nope"), max_length=8, seed=0)
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_an_attention_that_is_not_installed_is_named() -> None:
+    chosen = dataclasses.replace(tiny(), attention="flash_attention_2", dtype="bf16")
+    with pytest.raises(
+        ValueError, match=r"'flash_attention_2', which cannot be used here \(Import"
+    ):
+        build_empty_model(chosen, max_length=8)
 
 
 def test_accepts_keys_that_transformers_still_converts() -> None:
