@@ -21,6 +21,10 @@ TornStep = Callable[[torch.optim.Optimizer, list[torch.Tensor], RuntimeError], B
 """Makes an error of an optimizer, the parameters it has changed, and what failed."""
 
 
+FailedStep = Callable[[RuntimeError], BaseException | None]
+"""Makes an error of what failed before an optimizer has changed anything; None lets it pass."""
+
+
 class OptimizerGuard:
     """Covers an update of parameters and state; may be left and entered again.
 
@@ -33,6 +37,8 @@ class OptimizerGuard:
     def __init__(self, retry: OpRetry | None, meter: StepMeter | None) -> None:
         self._retry = retry
         self._meter = meter
+        self.has_closure_failed = False
+        """Whether what was raised comes from forward and backward, inside the step."""
 
     def __enter__(self) -> None:
         """Stops the meter and puts the retry in force."""
@@ -58,6 +64,8 @@ class OptimizerBoundary:
         on_step: Called after the step.
         on_torn: Makes the error that is raised when the step ran out of memory half way; called
             with the optimizer, what it has changed and the failure. None: the failure passes.
+        on_failed: Makes the error that is raised when it ran out of memory before it had changed
+            anything; called with the failure. None: the failure passes.
     """
 
     def __init__(
@@ -67,8 +75,10 @@ class OptimizerBoundary:
         guard: Callable[[torch.optim.Optimizer], OptimizerGuard],
         on_step: Callable[[], None],
         on_torn: TornStep | None = None,
+        on_failed: FailedStep | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._on_failed = on_failed
         self._on_torn = on_torn
         self._guard = guard
         self._on_step = on_step
@@ -106,23 +116,26 @@ class OptimizerBoundary:
                 with guard:
                     result = self._call(closure and _outside(guard, closure), kwargs)
             except RuntimeError as error:
-                torn = self._torn(before, error)
-                if torn is None:
+                stop = self._stop(before, error, of_closure=guard.has_closure_failed)
+                if stop is None:
                     raise
                 # without its cause: an out-of-memory error would be answered as one
-                raise torn from None
+                raise stop from None
             self._on_step()
             return result
 
         return step
 
-    def _torn(self, before: OptimizerState, error: RuntimeError) -> BaseException | None:
-        if self._on_torn is None or not is_out_of_memory(error):
+    def _stop(
+        self, before: OptimizerState, error: RuntimeError, *, of_closure: bool
+    ) -> BaseException | None:
+        if not is_out_of_memory(error):
             return None
         changed = before.changed()
         # other ranks may have made this step: nobody may skip it here and go on
-        is_torn = bool(changed) or num_ranks() > 1
-        return self._on_torn(self._optimizer, changed, error) if is_torn else None
+        if changed or num_ranks() > 1:
+            return self._on_torn and self._on_torn(self._optimizer, changed, error)
+        return None if of_closure else self._on_failed and self._on_failed(error)
 
     def _call(self, closure: Closure | None, kwargs: dict[str, object]) -> object:
         return self._original(**kwargs) if closure is None else self._original(closure, **kwargs)
@@ -139,6 +152,9 @@ def _outside(guard: OptimizerGuard, closure: Closure) -> Closure:
         guard.__exit__(None, None, None)
         try:
             return closure()
+        except BaseException:
+            guard.has_closure_failed = True
+            raise
         finally:
             guard.__enter__()
 

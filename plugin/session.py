@@ -158,6 +158,7 @@ class Session:
                 guard=self._update_cover.guard,
                 on_step=self._pass_boundary,
                 on_torn=SessionStep(self).torn,
+                on_failed=self._update_cover.failed,
             )
             for optimizer in optimizers
         ]

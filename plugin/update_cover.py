@@ -51,6 +51,15 @@ class UpdateCover:
         )
         return OptimizerGuard(retry, None if step is None else step.meter)
 
+    def failed(self, error: RuntimeError) -> BaseException | None:
+        """Returns the error for an optimizer that found no memory and has changed nothing.
+
+        None inside of an open step, which answers it.
+        """
+        if self._session._step is not None or isinstance(error, StepOutOfMemoryError):
+            return None
+        return stop_outside(self._session, error, name="the optimizer's step")
+
     def run(self, work: Callable[[], T]) -> T:
         """Runs what is done to gradients before an optimizer steps.
 

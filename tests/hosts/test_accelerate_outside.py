@@ -79,6 +79,26 @@ def test_clipping_that_cannot_go_on_leaves_a_checkpoint(tmp_path: Path) -> None:
     again.run(start=6).is_same_as(whole)
 
 
+def test_an_optimizer_that_has_changed_nothing_leaves_a_checkpoint(tmp_path: Path) -> None:
+    whole = Loop(accumulate=3).run()
+    loop = Loop(tmp_path, accumulate=3)
+    FailsAt(loop.optimizer, "step", call=9, at=1)
+    said = r"Tried: the optimizer's step .* 3 micro-batches since then come again"
+    with pytest.raises(rematic.StepOutOfMemoryError, match=said) as caught:
+        loop.run()
+    again = Loop(accumulate=3)
+    again.accelerator.load_state(caught.value.report.checkpoint)
+    again.run(start=6).is_same_as(whole)
+
+
+def test_an_optimizer_that_is_torn_leaves_none(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, accumulate=3)
+    FailsAt(loop.optimizer, "step", call=9, at=12)
+    with pytest.raises(rematic.TornOptimizerStepError):
+        loop.run()
+    assert not any(tmp_path.iterdir())
+
+
 def test_clipping_inside_of_a_step_runs_again_with_the_step() -> None:
     loop = Loop()
     FailsAt(loop.accelerator, "clip_grad_norm_", call=1, at=2)
