@@ -14,7 +14,7 @@ from rematic.optimizer_boundary import OptimizerGuard
 from rematic.optimizer_relief import optimizer_bytes, retry_of_update
 from rematic.step_recovery import StepOutOfMemoryError, read_failure, stop_error
 from rematic.training_tensors import resident_bytes
-from rematic.transaction import abort_ranks
+from rematic.transaction import abort_ranks, sharding_obstacle
 
 if TYPE_CHECKING:
     from rematic.session import Session
@@ -72,6 +72,8 @@ class UpdateCover:
         last = session.last_step
         before = None if last is None else last.after
         retry = retry_of_update(self._bytes, session._engine.ledger, session.settings, before)
+        if retry is not None and sharding_obstacle(session.model) is not None:
+            retry = None  # norms of shards are exchanged, which one rank must not do again
         self._is_running = True
         try:
             if retry is None:

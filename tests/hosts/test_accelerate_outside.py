@@ -155,6 +155,17 @@ def test_ops_are_covered_where_there_is_no_room_to_spare(
     assert modes == [int(covered)]
 
 
+def test_norms_of_shards_are_not_exchanged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(recipe=ALWAYS)
+    assert loop.plugin is not None
+    assert loop.plugin.session is not None
+    cover = UpdateCover(loop.plugin.session)
+    modes = [cover.run(torch._C._len_torch_dispatch_stack)]
+    monkeypatch.setattr("rematic.update_cover.sharding_obstacle", lambda model: "it is sharded")
+    modes.append(cover.run(torch._C._len_torch_dispatch_stack))
+    assert modes == [1, 0]
+
+
 class FailsOn(TrainerCallback):
     """Runs out of memory in a hook of the third update."""
 

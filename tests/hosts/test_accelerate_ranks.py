@@ -40,3 +40,4 @@ def both_stopped(waiting: list[str], failing: list[str], *, reason: str) -> None
     assert waiting[-1].startswith("RuntimeError"), waiting
     assert failing[-1].startswith("StepOutOfMemoryError"), failing
     assert reason in failing[-1]
+    assert "could not be saved (saving takes all 2 ranks" in failing[-1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+import rematic
 from tests.hosts.accelerate_loops import Faults, plugin_for
 
 if sys.version_info < (3, 11):
@@ -127,3 +128,31 @@ def test_adapters_are_trained_and_saved_the_same(tmp_path: Path, kind: str) -> N
     assert plugin is not None
     assert plugin.session is not None
     assert plugin.session.last_step.replays == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters"), [("SFT", False), ("SFT", True), ("DPO", False)], ids=str
+)
+def test_a_training_that_stops_goes_on_from_its_emergency_checkpoint(
+    tmp_path: Path, kind: str, adapters: bool
+) -> None:
+    """In the second micro-batch of an update."""
+    options: dict[str, Any] = {"max_steps": 6, "gradient_accumulation_steps": 2}
+
+    def made(folder: Path, **more: Any) -> Trained:
+        config = LoraConfig(target_modules=["q_proj"], lora_dropout=0.1) if adapters else None
+        return make(folder, kind, peft_config=config, **options, **more)
+
+    whole = made(tmp_path / "whole", **PLAIN)
+    whole.trainer.train()
+    faults = Faults(loss=set(range(8, 12)))
+    stopped = made(tmp_path / "out", faults=faults, plugin=plugin_for(policy="keep"))
+    with pytest.raises(rematic.StepOutOfMemoryError) as caught:
+        stopped.trainer.train()
+    saved = tmp_path / "out" / "rematic-emergency" / "checkpoint-3"
+    assert caught.value.report.checkpoint == str(saved)
+    assert (saved / ("adapter_model.safetensors" if adapters else "model.safetensors")).is_file()
+    again = made(tmp_path / "out", plugin=plugin_for(policy="keep"))
+    again.trainer.train(resume_from_checkpoint=True)
+    mine, theirs = again.model.state_dict(), whole.model.state_dict()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
