@@ -6,9 +6,7 @@ The smaller answers, at the op and at the unit, have been given by then (contrac
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,8 +14,9 @@ import torch
 from rematic import control
 from rematic.activations import Ledger
 from rematic.control import FailedAttempt, Rung, StopReport
-from rematic.memory import is_out_of_memory, requested_bytes
+from rematic.memory import is_out_of_memory
 from rematic.policy import Action
+from rematic.step_failure import Failure, read_failure
 from rematic.transaction import (
     DataParallelStep,
     ForeignCollectives,
@@ -41,20 +40,6 @@ class StepOutOfMemoryError(torch.OutOfMemoryError):
 
     report: StopReport
     """What was tried, and what would fit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """An attempt that ran out of memory, in plain values: it keeps nothing alive."""
-
-    error: str
-    """The words of the allocator."""
-
-    where: str
-    """The line of code that was running."""
-
-    needed_bytes: int | None
-    """Bytes in use then and those asked for."""
 
 
 class RecoverableStep(Protocol):
@@ -320,20 +305,6 @@ class StepRecovery:
         raise stop_error(report)
 
 
-def read_failure(error: BaseException, in_use_bytes: int | None) -> Failure:
-    """Returns what an out-of-memory error says, in plain values.
-
-    Args:
-        error: The error.
-        in_use_bytes: Bytes in use now, None if unknown.
-    """
-    return Failure(
-        error=str(error).split("\n")[0],
-        where=_where(error),
-        needed_bytes=None if in_use_bytes is None else in_use_bytes + requested_bytes(error),
-    )
-
-
 def stop_error(report: StopReport) -> StepOutOfMemoryError:
     """Returns the error with which a training ends."""
     error = StepOutOfMemoryError(control.format_stop(report))
@@ -392,15 +363,6 @@ def run_attempts(
             return result
         # outside `except`: the failed attempt is freed before the next one begins
         recovery.answer(failure, obstacle=None if obstacle is None else obstacle())
-
-
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [f for f in frames if "/torch/" not in f.filename and "rematic" not in f.filename]
-    frame = (outside or frames)[-1] if frames else None
-    if frame is None:
-        return "unknown"
-    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
 
 
 def _release_cached_blocks() -> None:

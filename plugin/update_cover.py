@@ -12,7 +12,8 @@ from rematic.control import FailedAttempt, StopReport
 from rematic.memory import is_out_of_memory
 from rematic.optimizer_boundary import OptimizerGuard
 from rematic.optimizer_relief import optimizer_bytes, retry_of_update
-from rematic.step_recovery import StepOutOfMemoryError, read_failure, stop_error
+from rematic.step_failure import read_failure
+from rematic.step_recovery import StepOutOfMemoryError, stop_error
 from rematic.training_tensors import resident_bytes
 from rematic.transaction import abort_ranks, sharding_obstacle
 

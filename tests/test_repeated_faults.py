@@ -226,3 +226,37 @@ def test_a_step_that_cannot_be_repeated_is_put_back_all_the_same(clears: bool) -
         assert all(name.startswith("gradient of ") for name in changed)
         assert (changed == []) is clears
         assert len(run.error.report.attempts) == 1
+
+
+@pytest.mark.parametrize("op_retry", ["never", "always"])
+def test_gradients_in_one_buffer_stay_there(op_retry: str) -> None:
+    """As some optimizers lay them out: views that share one version."""
+
+    def run(failures: int) -> list[float]:
+        model = make_tied_model()
+        parameters = list(model.parameters())
+        buffer = torch.zeros(sum(p.numel() for p in parameters))
+        for parameter, view in zip(
+            parameters, buffer.split([p.numel() for p in parameters]), strict=True
+        ):
+            parameter.grad = view.view_as(parameter)
+        recipe = {"policy": {"op_retry": op_retry}}
+        session = rematic.attach(model, policy="keep", budget="1GiB", recipe=recipe)
+        left = [0]
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            loss = model(ids)
+            loss.backward()
+            if left[0]:
+                left[0] -= 1
+                raise torch.OutOfMemoryError(MESSAGE)
+            return loss.detach()
+
+        torch.manual_seed(9)
+        for batch in make_batches():
+            session.run(step, batch)
+            left[0] = failures
+        session.detach()
+        return buffer.tolist()
+
+    assert run(failures=2) == run(failures=0)

@@ -21,7 +21,8 @@ from rematic.hosts.instance_method import InstanceMethod
 from rematic.session import Session
 from rematic.session_step import SessionStep
 from rematic.step_comparison import StepComparison
-from rematic.step_recovery import Failure, StepRecovery
+from rematic.step_failure import Failure
+from rematic.step_recovery import StepRecovery
 from rematic.transaction import ModuleSnapshot
 
 _OF_LIGHTNING = frozenset({"_trainer", "_fabric"})

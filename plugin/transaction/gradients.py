@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from rematic.activations.torch_private import has_own_gradient_hooks
+from rematic.activations.torch_private import has_own_gradient_hooks, storage_key
 
 
 class RestoreError(RuntimeError):
@@ -46,6 +46,9 @@ class _Contributions:
     """Contributions of the attempt that runs."""
     aside: torch.Tensor | None = None
     """Its gradient with every applied contribution, while a retry repeats them."""
+    family: tuple[_Contributions, ...] = ()
+    """All whose gradients before the step were views of one buffer, which count together; empty
+    for a gradient of its own."""
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Takes note of a contribution; drops it if an earlier attempt has made it."""
@@ -61,7 +64,9 @@ class _Contributions:
     @property
     def is_untouched(self) -> bool:
         """Whether the gradient from before the step still has the values it had."""
-        return self.before is None or self.before._version == self.first_version
+        if self.before is None or self.before._version == self.first_version:
+            return True
+        return bool(self.family) and self.num_added == 0 and not self.is_someone_elses()
 
     def undo(self) -> None:
         """Puts the gradient back, or aside if it has been added to in place."""
@@ -81,8 +86,10 @@ class _Contributions:
 
     def is_someone_elses(self) -> bool:
         """Returns whether the gradient from before was changed by something but backward."""
-        before = self.before
-        return before is not None and before._version != self.first_version + self.num_added
+        if self.before is None:
+            return False
+        num_added = sum(entry.num_added for entry in self.family or (self,))
+        return self.before._version != self.first_version + num_added
 
 
 class GradientContributions:
@@ -102,6 +109,7 @@ class GradientContributions:
             for p in parameters
             if p.requires_grad and p.is_leaf
         ]
+        _join_families(self._entries)
         self._in_parts = False
         self._handles: list[RemovableHandle] = [
             entry.parameter.register_post_accumulate_grad_hook(entry.arrive)  # type: ignore[no-untyped-call] # torch 2.13
@@ -130,6 +138,12 @@ class GradientContributions:
                 "`register_post_accumulate_grad_hook` does in it."
             )
         changed = [e.parameter for e in self._entries if e.is_someone_elses()]
+        if changed and _share_memory(self._entries):
+            raise RestoreError(
+                f"{len(changed)} gradients (the first of shape {tuple(changed[0].shape)}) share "
+                "memory with others in a way that does not tell which of them backward has added "
+                "to. Make them views of one buffer (`buffer[a:b].view_as(p)`, without `detach`)."
+            )
         if changed:
             raise RestoreError(
                 f"{len(changed)} gradients (the first of shape {tuple(changed[0].shape)}) were "
@@ -183,4 +197,27 @@ class GradientContributions:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for entry in self._entries:
+            entry.family = ()  # which it is itself a part of
         self._entries = []
+
+
+def _join_families(entries: list[_Contributions]) -> None:
+    """Lets gradients that are views of one buffer know each other: they have one version."""
+    families: dict[int, list[_Contributions]] = {}
+    for entry in entries:
+        if entry.before is not None:
+            base = entry.before._base
+            families.setdefault(id(entry.before if base is None else base), []).append(entry)
+    for family in families.values():
+        if len(family) > 1:
+            for entry in family:
+                entry.family = tuple(family)
+
+
+def _share_memory(entries: list[_Contributions]) -> bool:
+    """Returns whether gradients that were changed have one storage, and are not of one family."""
+    found = [entry for entry in entries if entry.is_someone_elses()]
+    keys = {storage_key(entry.before) for entry in found if entry.before is not None}
+    families = {id((entry.family or (entry,))[0]) for entry in found}
+    return len(keys) < len(families)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,12 +16,18 @@ from rematic.transaction import GradientContributions, RestoreError
 SIZE = 3
 
 
-def make(*, accumulated: bool) -> list[nn.Parameter]:
+def make(*, accumulated: bool, buffer: str = "none") -> list[nn.Parameter]:
+    """Makes parameters whose gradients are of their own, or slices of one buffer."""
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(SIZE, generator=generator)) for _ in range(3)]
     if accumulated:
         for parameter in parameters:
             parameter.grad = torch.randn(SIZE, generator=generator)
+        if buffer != "none":
+            flat = torch.cat([p.grad for p in parameters if p.grad is not None])
+            for parameter, view in zip(parameters, flat.split(SIZE), strict=True):
+                made = {"views": view, "detached": view.detach(), "data": view.data}
+                parameter.grad = made[buffer]
     return parameters
 
 
@@ -61,14 +69,16 @@ def expected(*, accumulated: bool, backwards: int) -> list[list[float] | None]:
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize(
+    ("accumulated", "buffer"), [(False, "none"), (True, "none"), (True, "views"), (True, "data")]
+)
 def test_any_sequence_of_failures_gives_the_gradients_of_none(
-    accumulated: bool, backwards: int
+    accumulated: bool, backwards: int, buffer: str
 ) -> None:
     wanted = expected(accumulated=accumulated, backwards=backwards)
     draw = random.Random(0)
     for _ in range(200):
-        parameters = make(accumulated=accumulated)
+        parameters = make(accumulated=accumulated, buffer=buffer)
         held = [p.grad for p in parameters]
         contributions = GradientContributions(parameters)
         for left in [draw.randint(1, 3 * backwards) for _ in range(draw.randint(1, 4))]:
@@ -93,8 +103,9 @@ def test_hooks_are_gone_when_the_step_is_closed() -> None:
     assert all(not p._post_accumulate_grad_hooks for p in parameters)
 
 
-def test_giving_up_restores_what_was_not_added_to_and_names_the_rest() -> None:
-    parameters = make(accumulated=True)
+@pytest.mark.parametrize("buffer", ["none", "views"])
+def test_giving_up_restores_what_was_not_added_to_and_names_the_rest(buffer: str) -> None:
+    parameters = make(accumulated=True, buffer=buffer)
     parameters[0].grad = None
     before = gradients_of(parameters)
     contributions = GradientContributions(parameters)
@@ -141,19 +152,47 @@ def _zero_in_place(parameters: list[nn.Parameter]) -> None:
     parameters[1].grad.zero_()
 
 
+@pytest.mark.parametrize(("buffer", "number"), [("none", 1), ("data", 1), ("views", 3)])
 @pytest.mark.parametrize("meddle", [_scale, _zero_in_place])
 def test_gradients_that_something_else_changed_are_refused(
-    meddle: Callable[[list[nn.Parameter]], None],
+    meddle: Callable[[list[nn.Parameter]], None], buffer: str, number: int
 ) -> None:
-    parameters = make(accumulated=True)
+    parameters = make(accumulated=True, buffer=buffer)
     contributions = GradientContributions(parameters)
     Fails.left = 2
     with pytest.raises(torch.OutOfMemoryError):
         step(parameters)
     meddle(parameters)
-    with pytest.raises(RestoreError, match=r"^1 gradients .*changed by something"):
+    with pytest.raises(RestoreError, match=rf"^{number} gradients .*changed by something"):
         contributions.check()
     contributions.close()
+
+
+def test_detached_slices_of_one_buffer_are_refused_with_the_reason() -> None:
+    """They have one version, and nothing tells so before it has risen."""
+    parameters = make(accumulated=True, buffer="detached")
+    contributions = GradientContributions(parameters)
+    Fails.left = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        step(parameters)
+    with pytest.raises(RestoreError, match=r"share memory .* Make them views of one buffer"):
+        contributions.check()
+    contributions.close()
+
+
+def test_nothing_of_a_buffer_waits_for_the_collector() -> None:
+    parameters = make(accumulated=True, buffer="views")
+    contributions = GradientContributions(parameters)
+    step(parameters)
+    contributions.close()
+    buffer = weakref.ref(parameters[0].grad)
+    gc.disable()
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        assert buffer() is None
+    finally:
+        gc.enable()
 
 
 def test_gradients_that_others_have_taken_are_refused() -> None:
