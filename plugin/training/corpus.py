@@ -11,6 +11,9 @@ from rematic.recipes import DataConfig
 from rematic.training.documents import Corpus, Document, checked_text, read_record
 from rematic.training.tables import read_dataset, read_parquet
 
+DATA_KEY = "data.source"
+"""Key of the documents that are trained on."""
+
 EMBEDDED_SOURCE = "pydoc_topics"
 """Name of the embedded corpus: the 79 topics of `pydoc_data.topics` in the standard library."""
 
@@ -33,13 +36,13 @@ def load_corpus(
     Raises:
         ValueError: Something is missing, empty, or not text. The message says where.
     """
-    key = "data.source" if source is None else "evaluation.source"
+    key = DATA_KEY if source is None else "evaluation.source"
     if source is None:
         source, max_documents = data.source, max_documents or data.max_documents
     if data.format == "datasets":
         documents = list(read_dataset(source, data, key=key, max_documents=max_documents))
     elif source == EMBEDDED_SOURCE:
-        documents = _embedded(data)
+        documents = _embedded(data, key=key)
     else:
         documents = _from_path(source, data, key=key)
     chosen = sorted(documents, key=lambda document: document.name)[:max_documents]
@@ -64,15 +67,17 @@ def document_order(num_documents: int, *, seed: int, epoch: int, shuffle: bool) 
     )
 
 
-def _embedded(data: DataConfig) -> list[Document]:
+def _embedded(data: DataConfig, *, key: str) -> list[Document]:
     from pydoc_data.topics import topics
 
-    for key in ("target_field", "messages_field", "label_field"):
-        if getattr(data, key) is not None:
+    for field in ("target_field", "messages_field", "label_field"):
+        if getattr(data, field) is not None:
             raise ValueError(
-                f"data.{key} is {getattr(data, key)!r}, but {EMBEDDED_SOURCE} is plain text; name "
-                "your own .jsonl or .parquet file by data.source"
+                f"data.{field} is {getattr(data, field)!r}, but {EMBEDDED_SOURCE} is plain text; "
+                "name your own .jsonl or .parquet file by data.source"
             )
+    if key == DATA_KEY:
+        _refuse_text_field(data, EMBEDDED_SOURCE)
     return [Document(name=name, text=text.encode()) for name, text in topics.items()]
 
 
@@ -85,9 +90,12 @@ def _from_path(source: str, data: DataConfig, *, key: str) -> list[Document]:
             "dataset of the hub needs data.format=datasets"
         )
     root = path if path.is_dir() else path.parent
+    files = _files(path)
+    if key == DATA_KEY and all(file.suffix == ".txt" for file in files):
+        _refuse_text_field(data, source)
     return [
         document
-        for file in _files(path)
+        for file in files
         for document in _read(file, file.relative_to(root).as_posix(), data)
     ]
 
@@ -141,6 +149,15 @@ def _read_lines(content: bytes, file: Path, name: str, data: DataConfig) -> Iter
                 f'as {{"{data.text_field}": "..."}}'
             ) from None
         yield read_record(record, data, name=f"{name}:{number:08d}", where=where)
+
+
+def _refuse_text_field(data: DataConfig, source: str) -> None:
+    default = DataConfig().text_field
+    if data.text_field != default:
+        raise ValueError(
+            f"data.text_field is {data.text_field!r}, but {source} is plain text without fields, "
+            f"where it has no effect; remove it, or name a .jsonl or .parquet file by {DATA_KEY}"
+        )
 
 
 def _refuse_fields_of_text(file: Path, data: DataConfig) -> None:

@@ -13,7 +13,7 @@ import torch
 from rematic.journal import JournalWriter, RunSummary, read_journal, summarize
 from rematic.memory import use_mapping_malloc
 from rematic.recipes import Recipe, format_recipe
-from rematic.training.data import load_data
+from rematic.training.data import TrainingData, load_data
 from rematic.training.fit import Fit, Job, trains_on_cpu
 from rematic.training.interrupts import StopRequest
 from rematic.training.model_config import build_config
@@ -91,8 +91,8 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
     if resume is not None:
         check_resumable(directory, recipe, corpus=data.corpus, notify=_told_once(ranks))
         check_checkpoint(directory, prepare_empty_model(recipe, config=config))
-    if data.notice:
-        _told_once(ranks)(data.notice)
+    for text in filter(None, (data.notice, _too_few(recipe, data))):
+        _told_once(ranks)(text)
     return Job(
         recipe=recipe,
         data=data,
@@ -124,6 +124,11 @@ def _check_attention(recipe: Recipe) -> None:
 
 def _check_memory(recipe: Recipe, size: ModelSize) -> None:
     memory = recipe.memory
+    if memory.probe == "cuda" and trains_on_cpu(recipe):
+        raise ValueError(
+            "memory.probe is cuda, but this machine has no such device and the recipe is trained "
+            "on the CPU; expected host or simulated there: write auto"
+        )
     # a rank holds a part of a sharded model
     if memory.budget.kind == "absolute" and recipe.distributed.strategy != "fsdp2":
         check_budget(size, budget_bytes=int(memory.budget.value or 0))
@@ -168,6 +173,18 @@ def _failure(error: BaseException, directory: RunDirectory, *, ranks: Ranks) -> 
     details.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     text = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
     return RuntimeError(f"training failed: {text}\n(details in {details})")
+
+
+def _too_few(recipe: Recipe, data: TrainingData) -> str:
+    """What to know of an epoch that is shorter than an optimizer step; empty for nothing."""
+    wanted, there = recipe.training.accumulate, len(data.loader)
+    if wanted <= there:
+        return ""
+    return (
+        f"training.accumulate is {wanted}, but an epoch has {there} micro-batches: each epoch is "
+        f"one step of the optimizer, whose gradients are divided by {wanted} all the same; write "
+        f"at most training.accumulate={there}"
+    )
 
 
 def _told_once(ranks: Ranks) -> Callable[[str], None]:

@@ -25,6 +25,11 @@ from tests.recipes.refusals import assert_refused
             " are; remove one of the two",
         ),
         (
+            {"text_field": "body", "messages_field": "chat"},
+            "text_field is 'body'; expected nothing, since messages_field says where all that is"
+            " said is; remove one of the two",
+        ),
+        (
             {"chat_template": "chat.jinja"},
             "chat_template is 'chat.jinja'; expected null, since no messages_field names"
             " conversations; remove it, or write messages_field",

@@ -187,6 +187,8 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         (("data.source=empty.txt",), "empty.txt is an empty document"),
         (("data.source=binary.txt",), "binary.txt is binary (a NUL byte at position 0)"),
         (("policy.units=['nothing.*']",), "nothing.*"),
+        (("data.text_field=body",), "data.text_field is 'body', but pydoc_topics is plain text"),
+        (("data.text_field=body", "data.source=a.txt"), "is 'body', but a.txt is plain text"),
         (("run.dir=empty.txt/runs",), "run.dir 'empty.txt/runs' cannot be written"),
         (("model.config.hiden_size=3",), "did you mean 'hidden_size'?"),
         (("data.max_length=5000",), "has positions for 4096 tokens"),
@@ -198,9 +200,29 @@ def test_bad_input_leaves_nothing_behind(
 ) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\0\1")
+    (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=re.escape(message)):
         train(tiny(*overrides), show_progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["binary.txt", "empty.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "binary.txt", "empty.txt"]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the probe has a device to read")
+def test_a_probe_without_its_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"memory\.probe is cuda, but this machine has no such dev"
+    ):
+        train(tiny("memory.probe=cuda"), show_progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_epoch_that_is_shorter_than_a_step_is_told_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(tiny("training.accumulate=4", "run.name=all"), show_progress=False)
+    assert "training.accumulate" not in capsys.readouterr().err
+    train(tiny("training.accumulate=5", "run.name=few"), show_progress=False)
+    text = "training.accumulate is 5, but an epoch has 4 micro-batches: each epoch is one step"
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
