@@ -37,18 +37,29 @@ class TrainingData:
         rest = 0 if self.evaluation is None else self.evaluation.max_length
         return max(self.loader.max_length, rest)
 
-    @property
-    def notice(self) -> str:
-        """What a person should know of what became of the documents; empty for nothing."""
-        spread = self.encoded.num_spread
-        if not spread:
-            return ""
-        return (
-            f"the chat template rewrites earlier answers, so that {spread} conversations became "
-            f"several sequences, {len(self.encoded.examples)} in all, each up to an answer that is "
-            "as the model has to write it; a template with {% generation %} marks, named by "
-            "data.chat_template, would need one sequence a conversation"
-        )
+    def notices(self, data: DataConfig) -> list[str]:
+        """What a person should know of what became of the documents.
+
+        Args:
+            data: The data section of the recipe.
+        """
+        texts, encoded = [], self.encoded
+        if encoded.num_skipped and data.overlong != "skip":
+            texts.append(
+                f"{encoded.num_skipped} of {encoded.num_skipped + len(set(encoded.names))} "
+                "documents are left out, since nothing in them that has a loss lies within "
+                f"data.max_length ({data.max_length}); raise it, or shorten what comes before "
+                "answers"
+            )
+        if encoded.num_spread:
+            texts.append(
+                f"the chat template rewrites earlier answers, so that {encoded.num_spread} "
+                f"conversations became several sequences, {len(encoded.examples)} in all, each up "
+                "to an answer that is as the model has to write it; a template with "
+                "{% generation %} marks, named by data.chat_template, would need one sequence a "
+                "conversation"
+            )
+        return texts
 
     @property
     def num_tokens(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -91,7 +91,7 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
     if resume is not None:
         check_resumable(directory, recipe, corpus=data.corpus, notify=_told_once(ranks))
         check_checkpoint(directory, prepare_empty_model(recipe, config=config))
-    for text in filter(None, (data.notice, _too_few(recipe, data))):
+    for text in (*data.notices(recipe.data), *_too_few(recipe, data)):
         _told_once(ranks)(text)
     return Job(
         recipe=recipe,
@@ -175,12 +175,12 @@ def _failure(error: BaseException, directory: RunDirectory, *, ranks: Ranks) -> 
     return RuntimeError(f"training failed: {text}\n(details in {details})")
 
 
-def _too_few(recipe: Recipe, data: TrainingData) -> str:
-    """What to know of an epoch that is shorter than an optimizer step; empty for nothing."""
+def _too_few(recipe: Recipe, data: TrainingData) -> Iterator[str]:
+    """What to know of an epoch that is shorter than an optimizer step."""
     wanted, there = recipe.training.accumulate, len(data.loader)
     if wanted <= there:
-        return ""
-    return (
+        return
+    yield (
         f"training.accumulate is {wanted}, but an epoch has {there} micro-batches: each epoch is "
         f"one step of the optimizer, whose gradients are divided by {wanted} all the same; write "
         f"at most training.accumulate={there}"

@@ -225,6 +225,18 @@ def test_an_epoch_that_is_shorter_than_a_step_is_told_of(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("overlong", ["cut", "skip"])
+def test_documents_that_fall_away_unasked_are_told_of(
+    overlong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": "q" * length, "answer": "a"} for length in (4, 5, 300)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = ("data.source=rows.jsonl", "data.target_field=answer", f"data.overlong={overlong}")
+    train(tiny(*said), show_progress=False)
+    text = "1 of 3 documents are left out, since nothing in them that has a loss lies within"
+    assert (text in capsys.readouterr().err) == (overlong == "cut")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
