@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +46,15 @@ class Encoded:
     """Documents that were left out because they are too long or nothing with a loss was left."""
     num_spread: int = 0
     """Conversations with answers that are trained in several sequences."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash over all sequences, whatever made them: documents, template, tokenizer."""
+        digest = hashlib.sha256()
+        for one in self.examples:
+            digest.update(repr((len(one.ids), len(one.labels), one.label)).encode())
+            digest.update(array("q", one.ids).tobytes() + array("q", one.labels).tobytes())
+        return digest.hexdigest()
 
 
 def encode_documents(

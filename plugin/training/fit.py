@@ -272,6 +272,7 @@ class Fit:
             "recipe": recipe.name,
             "corpus": job.data.corpus.source,
             "corpus_sha256": job.data.corpus.sha256,
+            "sequences_sha256": job.data.encoded.sha256,
             "documents": len(job.data.encoded.examples),
             "documents_cut": job.data.encoded.num_cut,
             "documents_skipped": job.data.encoded.num_skipped,

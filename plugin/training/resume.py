@@ -12,6 +12,7 @@ from rematic.journal import read_journal
 from rematic.recipes import Recipe, load_recipe
 from rematic.recipes.field_checks import spelled
 from rematic.training.documents import Corpus
+from rematic.training.examples import Encoded
 from rematic.training.run_directory import RunDirectory
 
 MUST_AGREE = (
@@ -56,7 +57,12 @@ WITHOUT_EFFECT = (("run", "dir"), ("run", "name"))
 
 
 def check_resumable(
-    directory: RunDirectory, recipe: Recipe, *, corpus: Corpus, notify: Callable[[str], None]
+    directory: RunDirectory,
+    recipe: Recipe,
+    *,
+    corpus: Corpus,
+    encoded: Encoded,
+    notify: Callable[[str], None],
 ) -> None:
     """Refuses to go on with another model or other data than those of the run.
 
@@ -64,6 +70,7 @@ def check_resumable(
         directory: The run.
         recipe: What it shall go on with.
         corpus: The data of that recipe.
+        encoded: The sequences that it is trained in.
         notify: Is told of keys that have changed without effect.
 
     Raises:
@@ -79,13 +86,20 @@ def check_resumable(
                 f"the run was trained with {was!r}; expected the same model and data order: "
                 f"resume with {directory.recipe}, or train anew without --resume"
             )
-    trained_on = _corpus_hash(directory)
+    trained_on = _noted(directory, "corpus_sha256")
     if trained_on and trained_on != corpus.sha256:
         raise ValueError(
             f"{directory.path} cannot go on with data.source {corpus.source!r}: its hash is "
             f"{corpus.sha256[:16]}, the run was trained on {trained_on[:16]}; expected the same "
             "documents (the embedded ones differ between Python versions): restore them, or train "
             "anew without --resume"
+        )
+    sequences = _noted(directory, "sequences_sha256")
+    if sequences and sequences != encoded.sha256:
+        raise ValueError(
+            f"{directory.path} cannot go on with other sequences than those of the run, although "
+            "the documents are the same: expected the same chat template and tokenizer, whose "
+            "files must have changed: restore them, or train anew without --resume"
         )
     for section, key in WITHOUT_EFFECT:
         was, is_now = (getattr(getattr(r, section), key) for r in (before, recipe))
@@ -152,9 +166,10 @@ def _first_difference(name: str, was: object, is_now: object) -> tuple[str, obje
     return name, was, is_now
 
 
-def _corpus_hash(directory: RunDirectory) -> str:
+def _noted(directory: RunDirectory, key: str) -> str:
+    """What the run said last of its data when it began or went on; empty for nothing."""
     found = ""
     for event in read_journal(directory.journal):
-        if event["event"] == "run_start" and isinstance(value := event.get("corpus_sha256"), str):
+        if event["event"] == "run_start" and isinstance(value := event.get(key), str):
             found = value
     return found

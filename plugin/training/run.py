@@ -89,7 +89,9 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
     _check_memory(recipe, size)
     directory = _open_directory(recipe, ranks, resume=resume)
     if resume is not None:
-        check_resumable(directory, recipe, corpus=data.corpus, notify=_told_once(ranks))
+        check_resumable(
+            directory, recipe, corpus=data.corpus, encoded=data.encoded, notify=_told_once(ranks)
+        )
         check_checkpoint(directory, prepare_empty_model(recipe, config=config))
     for text in (*data.notices(recipe.data), *_too_few(recipe, data)):
         _told_once(ranks)(text)

@@ -256,3 +256,17 @@ def test_the_log_says_that_conversations_became_several_sequences(
         if event["event"] == "run_start"
     ]
     assert (start["documents"], start["documents_spread"]) == (3, 1)
+
+
+def test_a_run_does_not_go_on_under_a_template_that_was_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = rows(tmp_path, CHAT, CHAT[:2])
+    monkeypatch.chdir(tmp_path)
+    keys = ("messages_field=chat", f"source={data.source}", f"chat_template={data.chat_template}")
+    recipe = tiny(*(f"data.{key}" for key in keys), "data.max_length=128", "training.max_steps=1")
+    train(recipe, show_progress=False)
+    train(recipe, resume="runs/tiny-cpu", show_progress=False)
+    (tmp_path / "t.jinja").write_text(THINKS.replace("<|end|>", "<|done|>"))
+    with pytest.raises(ValueError, match="cannot go on with other sequences than those of the run"):
+        train(recipe, resume="runs/tiny-cpu", show_progress=False)

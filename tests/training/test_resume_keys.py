@@ -151,7 +151,7 @@ OTHERS = {
     "memory": {"budget", "probe", "heap_cap", "scratch_dir", "reserve"},
     "policy": {
         *("start", "units", "rules", "trust", "routers", "planner", "op_retry", "allow_lossy"),
-        "tiled_loss",
+        *("allow_tile", "tiled_loss"),
     },
     "control": {
         *("attempts", "allow_split", "adapt", "probation_steps", "cool_down_steps"),
