@@ -21,7 +21,7 @@ FEW = 16
 
 @dataclass(slots=True)
 class ContainerState:
-    """One attribute that is a list, dictionary or the like, as forward saw it.
+    """One attribute that is a list, dictionary, tuple or the like, as forward saw it.
 
     A copy alone: the container may come to hold an output of the unit, and with it its graph.
     """
@@ -75,7 +75,7 @@ class ContainerState:
 def _refill(kept: ContainerState) -> None:
     # Any: one of the types of CONTAINERS, the same as that of the copy
     container: Any = kept.home.get(kept.name)
-    if type(container) is not type(kept.contents):
+    if type(container) is not type(kept.contents) or isinstance(container, tuple):
         kept.home[kept.name] = copied(kept.contents)
         return
     container.clear()

@@ -6,6 +6,7 @@ import collections
 import copy
 import types
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,8 +22,19 @@ CLONED_BUFFER_BYTES = 1 << 16
 """Buffers up to this size are cloned before every forward; larger ones once they were seen to
 change. (BatchNorm changes its statistics without raising `_version`, so versions alone miss it.)"""
 
+PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of attributes that are kept by their value."""
+
+_CONSTANT = frozenset({complex, bytes, range, torch.dtype, torch.device, torch.Size}) | PLAIN
+
 # Any: whatever the author of a module keeps in its attributes.
 Value = Any
+
+
+def is_constant(value: Value) -> bool:
+    """Returns whether nothing in a value can change: numbers and the like, tuples of them."""
+    kind = type(value)
+    return kind in _CONSTANT or (isinstance(value, tuple) and all(map(is_constant, value)))
 
 
 def copied(value: Value, *, leaf: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Value:
@@ -33,8 +45,10 @@ def copied(value: Value, *, leaf: Callable[[torch.Tensor], torch.Tensor] | None 
         leaf: What to put in the place of each tensor, None for the tensor itself.
     """
     kind = type(value)
-    if kind is tuple:
-        return tuple(copied(item, leaf=leaf) for item in value)
+    if isinstance(value, tuple):
+        items = [copied(item, leaf=leaf) for item in value]
+        make: Any = getattr(kind, "_make", kind)  # named tuples take their fields apart
+        return value if all(map(is_, items, value)) else make(items)
     if kind not in CONTAINERS:
         return leaf(value) if leaf is not None and isinstance(value, torch.Tensor) else value
     result: Any = copy.copy(value)
@@ -57,7 +71,7 @@ def same_contents(before: Value, now: Value) -> bool:
         return same_kind and torch.equal(before, now)
     if isinstance(before, Mapping):
         return before.keys() == now.keys() and all(same_contents(before[k], now[k]) for k in before)
-    if kind is tuple or (kind in CONTAINERS and kind is not set):
+    if isinstance(before, tuple) or (kind in CONTAINERS and kind is not set):
         return len(before) == len(now) and all(map(same_contents, before, now))
     return bool(before == now) if kind in (bool, int, float, str, bytes, set) else False
 

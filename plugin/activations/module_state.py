@@ -16,13 +16,15 @@ from rematic.activations.host_generators import HOST_GENERATORS, HostGenerator
 from rematic.activations.kept_values import (
     CLONED_BUFFER_BYTES,
     CONTAINERS,
+    PLAIN,
     copied,
+    is_constant,
     is_plain_object,
     put_values_back,
     version_of,
     without_graph,
 )
-from rematic.activations.module_walk import OF_EVERY_MODULE, PLAIN, ModuleWalk
+from rematic.activations.module_walk import OF_EVERY_MODULE, ModuleWalk
 from rematic.activations.object_state import Place
 from rematic.activations.standing_names import StandingNames
 
@@ -149,9 +151,9 @@ class ModuleState:
         for name in values.keys() - OF_EVERY_MODULE:
             value = values[name]
             kind = type(value)
-            if kind in PLAIN:
+            if kind in PLAIN or is_constant(value):
                 plain[name] = value
-            elif kind in CONTAINERS:
+            elif kind in CONTAINERS or isinstance(value, tuple):
                 self.containers.append(
                     ContainerState.read(
                         values,

@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematic.activations.kept_values import CONTAINERS, is_plain_object
+from rematic.activations.kept_values import CONTAINERS, PLAIN, is_constant, is_plain_object
 from rematic.activations.object_state import ObjectWatch
 from rematic.activations.outside_state import OutsideWatch
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 """Attributes of `nn.Module` itself: its parameters, buffers, hooks."""
 
-_STATE = (int, float, str, torch.Tensor, torch.Generator, *CONTAINERS)
+_STATE = (int, float, str, tuple, torch.Tensor, torch.Generator, *CONTAINERS)
 """Types that are kept by their value or copied, and those derived from them."""
-
-PLAIN = frozenset({bool, int, float, str, type(None)})
-"""Types of attributes that are kept by their value."""
 
 
 @dataclass(slots=True)
@@ -125,7 +122,7 @@ def plain_attributes(present: dict[str, Any]) -> PlainAttributes | None:
     others = {}
     for name in present.keys() - OF_EVERY_MODULE:
         kind = type(present[name])
-        if kind in PLAIN:
+        if kind in PLAIN or is_constant(present[name]):
             values[name] = present[name]
         elif issubclass(kind, _STATE):
             return None

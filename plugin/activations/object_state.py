@@ -300,7 +300,7 @@ def _is_same(before: Value, now: Value) -> bool:
     kind = type(before)
     if kind is ObjectCopy:
         return type(now) is before.kind and _is_same(before.contents, now.__dict__)
-    if kind is not type(now) or not (kind in CONTAINERS or kind is tuple):
+    if kind is not type(now) or not (kind in CONTAINERS or issubclass(kind, tuple)):
         return before is now
     if kind is set:
         return bool(before == now)

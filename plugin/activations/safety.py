@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+import contextlib
+from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rematic.activations import torch_private
 from rematic.activations.hidden_stash import find_hidden_stash
 from rematic.activations.kept_values import version_of
 from rematic.activations.ledger import Verdict
 from rematic.activations.record import Record
 from rematic.activations.replay import EveryHolderFilled, ReplayError, check_slot, run_again
 from rematic.activations.routing import Routing
-from rematic.memory import is_out_of_memory
+from rematic.memory import autocast_of_call, is_out_of_memory
+
+_RECURRENT = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
+"""Ops that return a workspace for their backward, bytes with gaps that nobody writes."""
 
 
 def judge(record: Record, routing: Routing | None, *, is_compiled: bool) -> Verdict:
@@ -54,13 +62,16 @@ def objection(record: Record) -> str | None:
     return reason
 
 
-def _compare(record: Record, *, holds: bool) -> str | None:
-    comparison = _Comparison(record, holds=holds)
+def _compare(record: Record, *, holds: bool, workspaces: _Workspaces | None = None) -> str | None:
+    comparison = _Comparison(record, holds=holds, workspaces=workspaces)
     try:
-        run_again(record, comparison.pack, cached=False)
+        with contextlib.nullcontext() if workspaces is None else workspaces:
+            run_again(record, comparison.pack, cached=False)
     except EveryHolderFilled:
         return None
     except ReplayError as error:
+        if comparison.bytes_differ and workspaces is None:
+            return _compare(record, holds=holds, workspaces=_Workspaces())
         return str(error)
     except Exception as error:
         if is_out_of_memory(error):
@@ -73,8 +84,13 @@ def _compare(record: Record, *, holds: bool) -> str | None:
 class _Comparison:
     """The pack hook of the check: what the replay saves is compared and, mostly, let go."""
 
-    def __init__(self, record: Record, *, holds: bool) -> None:
+    def __init__(
+        self, record: Record, *, holds: bool, workspaces: _Workspaces | None = None
+    ) -> None:
         self.num_slots = 0
+        self.bytes_differ = False
+        """Whether what differed was plain bytes, which may be a workspace."""
+        self._workspaces = workspaces
         self._holds = holds
         self._record = record
         self._held = {
@@ -90,7 +106,9 @@ class _Comparison:
         self.num_slots += 1
         check_slot(self._record, index, tensor)
         held = self._held.get(index)
-        if held is not None and not _same_bits(held, tensor):
+        known = self._workspaces is not None and self._workspaces.has(tensor)
+        if held is not None and not known and not _same_bits(held, tensor):
+            self.bytes_differ = tensor.dtype == torch.uint8
             raise ReplayError(
                 f"a replay of unit {self._record.name!r} makes other values at position {index} "
                 f"({self._record.metadata_of(index)}): something outside torch decides them (a "
@@ -99,6 +117,27 @@ class _Comparison:
         if self.num_slots == self._record.num_slots:
             raise EveryHolderFilled
         return tensor.detach() if self._holds else tensor.new_empty(0)
+
+
+class _Workspaces(TorchDispatchMode):
+    """Knows the workspaces that ops return: equal inputs and results vouch for what is in them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch 2.13
+        self._storages: set[int | None] = set()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return torch_private.storage_key(tensor) in self._storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with autocast_of_call(func):
+            output = func(*args, **(kwargs or {}))
+        if func._schema.name in _RECURRENT:
+            found = [one for one in output if one.dtype == torch.uint8]
+            self._storages |= {torch_private.storage_key(one) for one in found}
+        return output
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

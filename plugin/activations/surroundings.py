@@ -27,7 +27,7 @@ from rematic.activations.functions_inside import (
     attribute_places,
     global_places,
 )
-from rematic.activations.kept_values import CONTAINERS, is_plain_object, version_of
+from rematic.activations.kept_values import CONTAINERS, is_constant, is_plain_object, version_of
 from rematic.activations.module_walk import OF_EVERY_MODULE
 from rematic.activations.outside_state import OutsideWatch
 
@@ -171,10 +171,9 @@ def _not_restored(name: str, value: Value, *, depth: int = 0) -> Iterator[tuple[
     """
     if isinstance(value, (torch.Tensor, *_SCALARS)) and depth < _DEEPEST:
         return
-    if type(value) is tuple:
-        if any(not isinstance(item, (torch.Tensor, *_SCALARS)) for item in value):
-            yield name, value
-    elif type(value) in CONTAINERS:
+    if is_constant(value) and depth < _DEEPEST:
+        return
+    if type(value) in CONTAINERS or isinstance(value, tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             if not isinstance(item, (torch.Tensor, *_SCALARS)):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from rematic.activations import torch_private
-from rematic.activations.kept_values import CONTAINERS, is_plain_object, same_contents
+from rematic.activations.kept_values import CONTAINERS, PLAIN, is_plain_object, same_contents
 from rematic.activations.module_state import ModuleState
-from rematic.activations.module_walk import OF_EVERY_MODULE, PLAIN
+from rematic.activations.module_walk import OF_EVERY_MODULE
 from rematic.activations.nested import Nested, map_leaves
 
 _COMPARED_BY_CONTENTS = CONTAINERS | PLAIN

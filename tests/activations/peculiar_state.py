@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -184,6 +184,40 @@ def _remembers(blocks: nn.ModuleList, evict: Evict) -> Tensors:
     yield backward(x.sum(), evict)
 
 
+class Carry(NamedTuple):
+    """What a recurrence takes along."""
+
+    hidden: torch.Tensor
+    scales: tuple[list[torch.Tensor], float]
+
+
+class RemembersInTuples(Block):
+    """A recurrence from batch to batch: its state is a tuple that each call replaces."""
+
+    def setup(self) -> None:
+        self.state: tuple[torch.Tensor, ...] | None = None
+        self.carry: Carry | None = None
+        self.dtypes = (torch.float32, torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        if self.state is not None and self.carry is not None:
+            (scale,), factor = self.carry.scales
+            h = h * self.state[0] + self.carry.hidden * scale * factor
+        self.state = (h.detach().mean(0), h.detach())
+        self.carry = Carry(h.detach().exp(), ([h.detach().sum()], float(h.detach().sum())))
+        self.dtypes = self.dtypes[::-1]
+        return x + self.down(h) * torch.ones((), dtype=self.dtypes[0]).to(x.dtype)
+
+
+def _remembers_in_tuples(blocks: nn.ModuleList, evict: Evict) -> Tensors:
+    for _ in range(4):
+        yield from chain(blocks, evict)
+        yield from (block.state[0] for block in blocks)
+        yield from (block.carry.hidden for block in blocks)
+        yield torch.tensor([block.dtypes[0] is torch.float64 for block in blocks])
+
+
 def _exchanged(blocks: nn.ModuleList, evict: Evict) -> Tensors:
     loss = through(blocks, some_input()).sum()
     old = [block.up for block in blocks]
@@ -261,6 +295,7 @@ CASES = (
     Case(name="generator as argument", block=GivenGenerator, drive=_given_generator),
     Case(name="counters", block=Counts, drive=_counts),
     Case(name="counters inside others", block=CountsElsewhere, drive=_counts_elsewhere),
+    Case(name="recurrence in tuples", block=RemembersInTuples, drive=_remembers_in_tuples),
     Case(name="recurrence", block=Remembers, drive=_remembers),
     Case(name="modules exchanged before backward", block=Block, drive=_exchanged),
     Case(name="list that grows", block=Grows, drive=_grows),

@@ -122,6 +122,43 @@ def test_units_that_differ_in_their_number_alone_are_checked_once() -> None:
     assert len(engine.ledger.verdicts) == 1
 
 
+class Recurrent(nn.Module):
+    """Its kernel returns a workspace with gaps that hold whatever was in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.2)
+        self.down = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.lstm(x)[0])
+
+
+def test_gaps_in_the_workspace_of_a_kernel_are_no_objection() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(Recurrent(), Recurrent()))
+
+    def outcome() -> list[torch.Tensor | None]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        junk = [torch.full((1 << n,), float("nan")) for n in range(18)]
+        del junk  # what the next workspace may be made of
+        loss = model(torch.ones(5, 3, 6)).pow(2).sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    wanted = outcome()
+    engine = Engine(model)
+    engine.apply(Plan(actions=(Recompute(), Recompute())))
+    for _ in range(3):
+        for a, b in zip(outcome(), wanted, strict=True):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a, b)
+    assert [unit.pinned for unit in engine.units] == [None, None]
+    assert engine.ledger.counts.replays.total() == 6
+
+
 def test_a_trusted_unit_is_not_checked() -> None:
     model, engine = recomputed(GrowingList, trust=("0.*",))
     with pytest.raises(ReplayError, match="the replay of unit"):
