@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -260,3 +262,39 @@ def test_gradients_in_one_buffer_stay_there(op_retry: str) -> None:
         return buffer.tolist()
 
     assert run(failures=2) == run(failures=0)
+
+
+@pytest.mark.parametrize("times", [1, 9], ids=["recovered", "given up"])
+def test_failures_late_in_backward_leave_nothing_to_the_collector(times: int) -> None:
+    model, probe, left = make_tied_model(), SimulatedProbe(), [0]
+
+    def fail(gradient: torch.Tensor) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError(MESSAGE)
+
+    model.blocks[0].norm.weight.register_hook(fail)
+    recipe = {"policy": {"op_retry": "never"}}
+    session = rematic.attach(model, policy="keep", budget="1GiB", probe=probe, recipe=recipe)
+
+    def step(ids: torch.Tensor) -> None:
+        model(ids).backward()
+
+    (batch,) = make_batches(1)
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        with probe:
+            for _ in range(24):
+                left[0] = times
+                with contextlib.suppress(rematic.StepOutOfMemoryError):
+                    session.run(step, batch)
+                left[0] = 0
+                model.zero_grad()
+                tensors = sum(type(found) is torch.Tensor for found in gc.get_objects())
+                alive.append((tensors, probe.allocated_bytes()))
+    finally:
+        gc.enable()
+        session.detach()
+    assert alive[-1] == alive[10]
