@@ -27,6 +27,7 @@ _ADVICE = (
     "between micro-batches on every step (`policy: {op_retry: always}`)."
 )
 _NAME = "what lies between micro-batches"
+_TOLD = "_rematic_told"
 
 
 class UpdateCover:
@@ -129,3 +130,14 @@ def stop_outside(
         advice=(_ADVICE,),
     )
     return stop_error(end_training(session, report, step=number))
+
+
+def is_untold(error: BaseException) -> bool:
+    """Returns whether memory ran out and nobody has told of it yet."""
+    is_told = isinstance(error, StepOutOfMemoryError) or hasattr(error, _TOLD)
+    return is_out_of_memory(error) and not is_told
+
+
+def note_told(error: BaseException) -> None:
+    """Takes note, on the error itself, that it was told of: who kept it would keep its frames."""
+    setattr(error, _TOLD, True)

@@ -38,8 +38,7 @@ from rematic.memory.storages import storages_of
 from rematic.policy import Policy
 from rematic.recipes import Recipe
 from rematic.session import Session
-from rematic.step_recovery import StepOutOfMemoryError
-from rematic.update_cover import stop_outside
+from rematic.update_cover import is_untold, note_told, stop_outside
 
 _log = logging.getLogger("rematic")
 CHECKPOINT_KEY = "rematic"
@@ -81,7 +80,6 @@ class LightningDriver:
         self._bar: InstanceMethod | None = None
         self._seams: list[InstanceMethod] = []
         self._num_begun = 0
-        self._told: BaseException | None = None
         self._covered: list[torch.optim.Optimizer] = []
         self._is_open = False
         self._recovery: LightningRecovery | None = None
@@ -122,7 +120,7 @@ class LightningDriver:
         session.split_by = None
         self.session = session
         self._module = module
-        self._num_begun, self._told = 0, None
+        self._num_begun = 0
         self._cover_gradient_work(module)
         self._figures, self._last_logged = StepFigures(), module.trainer.global_step
         self._log = InstanceMethod(module, "log", _log_once)
@@ -261,14 +259,13 @@ class LightningDriver:
 
     def _stops(self, error: BaseException) -> bool:
         """Whether memory ran out in a training, where nobody has told of it yet."""
-        is_told = isinstance(error, StepOutOfMemoryError) or error is self._told
-        if self.session is None or self._module is None or is_told or not is_out_of_memory(error):
+        if self.session is None or self._module is None or not is_untold(error):
             return False
         return self._module.trainer.training
 
     def _stop(self, error: BaseException) -> None:
         assert self.session is not None
-        self._told = error
+        note_told(error)
         stop = stop_outside(self.session, error, unfinished=self._unfinished())
         _log.error("%s", stop)
         if hasattr(error, "add_note"):  # from Python 3.11 on

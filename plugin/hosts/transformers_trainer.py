@@ -26,7 +26,7 @@ from rematic.hosts.trainer_counters import TrainerCounters
 from rematic.hosts.transformers_checkpoint import TrainerSaves
 from rematic.memory import is_out_of_memory
 from rematic.step_recovery import StepOutOfMemoryError
-from rematic.update_cover import stop_outside
+from rematic.update_cover import is_untold, note_told, stop_outside
 
 _log = logging.getLogger("rematic")
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
@@ -58,7 +58,6 @@ class TrainerDriver:
         self._driver = driver
         self._use_cache = use_cache
         self._give_back: list[Callable[[], None]] = []
-        self._told: BaseException | None = None  # an error of an evaluation
         self._take_over()
         driver.manages_prepared = False  # until `train()`
         driver.split_by = None
@@ -107,7 +106,6 @@ class TrainerDriver:
                 raise
             raise stop from error
         finally:
-            self._told = None
             self._driver.restore_from = None
             self._driver.manages_prepared = False
             self._driver.detach_model()
@@ -118,8 +116,7 @@ class TrainerDriver:
     def _stopped_by(self, error: RuntimeError) -> StepOutOfMemoryError | None:
         """Saves a training that ran out of memory between its steps; returns how it is to end."""
         session = self._driver.session
-        is_told = isinstance(error, StepOutOfMemoryError) or error is self._told
-        if session is None or is_told or not is_out_of_memory(error):
+        if session is None or not is_untold(error):
             return None
         return stop_outside(session, error, unfinished=self._saves.settle(session))
 
@@ -146,7 +143,7 @@ class TrainerDriver:
             return loop(dataloader, description, *args, **kwargs)
         except BaseException as error:
             if is_out_of_memory(error):
-                self._told = error
+                note_told(error)
                 advise_on_evaluation(description.lower())
             raise
 

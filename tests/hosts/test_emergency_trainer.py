@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +165,19 @@ def test_another_folder(tmp_path: Path) -> None:
     plugin = plugin_for(policy="keep", emergency_dir=tmp_path / "other")
     with pytest.raises(rematic.StepOutOfMemoryError, match=r"other.checkpoint-2\."):
         fit(tmp_path / "out", model=model(), faults=faults, plugin=plugin, **OPTIONS)
+
+
+def test_an_evaluation_without_memory_keeps_nothing_alive(tmp_path: Path) -> None:
+    """Whoever catches the error tries a smaller batch, with the memory of what failed."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fails(*_: object) -> None:
+        activations = torch.zeros(8)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("injected")
+
+    trained = make(tmp_path, model=model(), plugin=plugin_for(policy="keep"), **OPTIONS)
+    trained.model.register_forward_pre_hook(fails)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        trained.trainer.evaluate(trained.trainer.train_dataset)
+    assert [one() for one in held] == [None]

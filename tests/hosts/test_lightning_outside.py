@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +123,28 @@ def test_a_hook_behind_a_batch_without_an_update(runner: Runner, tmp_path: Path)
         saved["state_dict"]["blocks.0.norm.running_mean"],
         fails.began[3]["blocks.0.norm.running_mean"],
     )
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_stop_keeps_nothing_of_the_error_alive(
+    runner: Runner, tmp_path: Path, entry: str
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fails(*_: Any) -> None:
+        activations = torch.zeros(8)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("injected")
+
+    callback = pl.Callback()
+    callback.on_after_backward = fails  # type: ignore[method-assign]
+    made = runner.entry(entry, recipe=STEP_ALONE, policy="keep")
+    trainer = runner.trainer(**{**made, "callbacks": [callback, *made.get("callbacks", ())]})
+    with contextlib.suppress(torch.OutOfMemoryError):
+        runner.fit(Net, trainer=trainer)
+    gc.collect()
+    assert [one() for one in held] == [None]
+    assert not (tmp_path / "rematic-emergency.ckpt").exists(), "no optimizer has stepped"
 
 
 class FailsOnce(pl.Callback):
