@@ -52,7 +52,8 @@ class TokenWiseParts:
         self.only_asks = True
         """Whether parts are asked in the next records, and run whole."""
         self._proofs: weakref.WeakKeyDictionary[nn.Module, TileProof] = weakref.WeakKeyDictionary()
-        self._worthless: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._worth: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        """Whether slices of a part that was proved save memory; nothing while that is not known."""
         self._told: set[str] = set()
 
     @property
@@ -62,9 +63,9 @@ class TokenWiseParts:
 
     @property
     def are_known(self) -> bool:
-        """Whether some part was proved to be token-wise and needs less in slices."""
+        """Whether some part was proved to be token-wise, and not to need as much in slices."""
         parts = [part for part, proof in self._proofs.items() if proof.is_given(part)]
-        return any(part not in self._worthless for part in parts)
+        return any(self._worth.get(part, True) for part in parts)
 
     def body(self, forward: Callable[..., Any], unit: Unit) -> BodyInSlices:
         """Returns what the next record of the unit runs.
@@ -87,14 +88,14 @@ class TokenWiseParts:
             # of its own: what the proof saves is no slot of the record whose forward runs
             with hooks_of_its_own():
                 refused = proof.objection(unit, part, forward, call) is not None
-                if not refused and not was_given:
-                    is_worth = is_worth_tiles(part, forward, call, dim=_DIM)
-                    (self._worthless.discard if is_worth else self._worthless.add)(part)
+                if not refused and not (was_given and part in self._worth):
+                    self._worth.pop(part, None)  # of another mode, if at all
+                    self._worth[part] = is_worth_tiles(part, forward, call, dim=_DIM)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             return True  # the next call is asked
-        return refused or part in self._worthless
+        return refused or not self._worth[part]
 
     def refuse(self, part: nn.Module) -> None:
         """Takes note that a part drew random numbers although it was proved not to."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rematic.activations import Engine, PartsMode
+from rematic.activations import Engine, PartsMode, token_wise_parts
 from rematic.memory import SimulatedProbe
 from rematic.policy import Plan, RecomputeOffload
 from tests.activations.families import build_llama
@@ -182,6 +182,27 @@ def test_a_part_without_anything_inside_is_not_worth_slices() -> None:
     for _ in range(2):
         step(model)
     assert not engine.may_have_token_wise_parts()
+    engine.detach()
+
+
+@pytest.mark.parametrize("block", [Block, WithReadsTwice])
+def test_a_part_whose_worth_is_not_known_for_lack_of_memory_is_asked_again(
+    block: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> bool:
+        raise torch.OutOfMemoryError("injected")
+
+    wanted = step(make(block))
+    model = make(block)
+    engine = attach(model, "sliced")
+    with monkeypatch.context() as patch:
+        patch.setattr(token_wise_parts, "is_worth_tiles", fails)
+        assert differences(step(model), wanted) == []
+    assert told(engine) == []
+    assert engine.may_have_token_wise_parts(), "the last attempts are worth a try"
+    model.zero_grad()
+    close(step(model), wanted)
+    assert told(engine) == (["mlp", "norm"] if block is Block else ["norm"])
     engine.detach()
 
 
