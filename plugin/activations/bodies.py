@@ -37,7 +37,7 @@ def _may_be_asked(unit: Unit, parts: TokenWiseParts) -> bool:
     """
     if unit.pinned is not None or unit.joint is not None or unit.refused:
         return False
-    return not parts.only_asks or not (unit._is_first_call or unit._awaits_check)
+    return not parts.only_asks or not (unit.is_first_call or unit.awaits_check)
 
 
 def give_to(record: Record, bodies: Sequence[Callable[..., Any]]) -> None:

@@ -145,7 +145,7 @@ class Unit(UnitFindings):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call, in slices if that is its action."""
         self.ledger.waiting.settle((args, kwargs))
-        if self.stands_aside and not self._is_first_call and not self._awaits_check:
+        if self.stands_aside and not self.is_first_call and not self.awaits_check:
             self.num_forwards += 1
             return self.original(*args, **kwargs)
         if self.tiling is not None:
@@ -162,8 +162,8 @@ class Unit(UnitFindings):
         self._meet_new_hooks()
         self._schedule.begin_call(self.module.training)
         surroundings = self._surroundings(recorded) if not filled_cache else None
-        awaits = self._awaits_check and self._schedule.holds
-        held = self.starts_held or self.unmeasured or self._is_first_call or awaits
+        awaits = self.awaits_check and self._schedule.holds
+        held = self.starts_held or self.unmeasured or self.is_first_call or awaits
         if self._reused_inputs and not self.starts_held:
             recorded = self._reused_inputs.copied(recorded)
         last_tries = LastTries(1)
@@ -237,7 +237,7 @@ class Unit(UnitFindings):
         if filled_cache:
             record.pinned = "it was given a filled key/value cache"
             self.note_once(f"its activations are kept in this call: {record.pinned}")
-        elif self.pinned is None and (self._is_first_call or self._awaits_check):
+        elif self.pinned is None and (self.is_first_call or self.awaits_check):
             record.pinned = _FIRST_CALL
         else:
             record.pinned = self.pinned or self.joint
@@ -279,14 +279,14 @@ class Unit(UnitFindings):
             self._observers.take_own_hooks(self.module, self._forward.is_around_hooks)
             modules = record.module_state.inner_modules()
             stack.enter_context(self._observers.watching(modules))
-        if self._is_first_call and not self.is_compiled:
+        if self.is_first_call and not self.is_compiled:
             stack.enter_context(watching_collectives(self))
             if self._writes.awaits(self.module.training):
                 stack.enter_context(self._writes.watching(self.module.training))
         return stack
 
     def _close(self, record: Record, surroundings: Surroundings | None) -> None:
-        first, awaited = self._is_first_call, self._awaits_check
+        first, awaited = self.is_first_call, self.awaits_check
         parameters, training = record.module_state.parameters, self.module.training
         if first and not self.is_compiled and self._writes.suspect(parameters, training):
             record.pinned = _WRITES  # the next call is taken for the first, and watched
@@ -337,7 +337,7 @@ class Unit(UnitFindings):
             self.ledger.after_leaving()
 
     @property
-    def _awaits_check(self) -> bool:
+    def awaits_check(self) -> bool:
         """Whether its calls (in this mode) have to show first that they can be replayed."""
         can_be = not self.trusted and self.pinned is None and self.joint is None
         return can_be and self._schedule.awaits(self.module.training)
@@ -347,10 +347,10 @@ class Unit(UnitFindings):
         is_new = self._observers.has_unknown(self._walk.inner_modules())
         if is_new:
             self._schedule.forget(self.module.training)
-        self._watches_hooks = is_new or self._is_first_call
+        self._watches_hooks = is_new or self.is_first_call
 
     def _surroundings(self, call: Call) -> Surroundings | None:
-        if not (self._awaits_check and self._schedule.surveys(self.module.training)):
+        if not (self.awaits_check and self._schedule.surveys(self.module.training)):
             return None
         routers = () if self.routing is None else self.routing.modules()
         return Surroundings(self.module, call, left_out=routers)
@@ -392,6 +392,6 @@ class Unit(UnitFindings):
             self.refuse(record, verdict.objection)
 
     @property
-    def _is_first_call(self) -> bool:
+    def is_first_call(self) -> bool:
         """Whether it is not known yet which tensors forward changes (in this mode)."""
         return self.module.training not in self._mutable
