@@ -20,7 +20,7 @@ from rematic.optimizer_boundary import OptimizerBoundary
 from rematic.policy import Plan, Policy, Recompute, policy_named
 from rematic.policy_changes import PolicyChanges
 from rematic.recovery_start import begin_recovery
-from rematic.resumed_session import Configuration
+from rematic.session_configuration import Configuration
 from rematic.session_events import attach_event, notice_event, stop_event
 from rematic.session_report import format_session_report
 from rematic.session_resume import resume, saved_session

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from rematic.activations import Notice
-from rematic.resumed_session import revise
+from rematic.session_revision import revise
 from rematic.session_state import SavedSession
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rematic import control
@@ -11,7 +11,7 @@ from rematic.control import ControllerState, Costs, History
 from rematic.cost.live_profile import StepKind
 from rematic.kind_plans import KindPlans
 from rematic.kind_plans_plain import kinds_from_plain, kinds_to_plain
-from rematic.resumed_session import Configuration, configuration_from_plain
+from rematic.session_configuration import Configuration, configuration_from_plain
 from rematic.typed_values import untyped
 
 STATE_VERSION = 1
@@ -38,14 +38,14 @@ class SavedSession:
     costs: Costs
     """What was learned of steps."""
 
-    controller: ControllerState | None
-    """What the controller remembers; None in older states."""
+    controller: ControllerState
+    """What the controller remembers."""
 
-    kinds: Mapping[StepKind, KindPlans] = field(default_factory=dict)
-    """What the planner learned of kinds of steps; nothing in older states."""
+    kinds: Mapping[StepKind, KindPlans]
+    """What the planner learned of kinds of steps; empty without one."""
 
-    configured: Configuration | None = None
-    """What the session was attached with; None in older states."""
+    configured: Configuration
+    """What the session was attached with."""
 
     def to_plain(self) -> dict[str, Any]:
         """Returns the state as dictionaries, lists, strings and numbers."""
@@ -55,11 +55,9 @@ class SavedSession:
             "num_steps": self.num_steps,
             "history": control.history_to_plain(self.history),
             "costs": control.costs_to_plain(self.costs),
-            "control": (
-                None if self.controller is None else control.controller_to_plain(self.controller)
-            ),
+            "control": control.controller_to_plain(self.controller),
             "planner": kinds_to_plain(self.kinds),
-            "configured": None if self.configured is None else self.configured.to_plain(),
+            "configured": self.configured.to_plain(),
         }
 
 
@@ -103,15 +101,14 @@ def read_saved_session(state: Mapping[str, Any], *, units: Sequence[str]) -> Sav
 
 
 def _read(state: Mapping[str, Any]) -> SavedSession:
-    controller, configured = state.get("control"), state.get("configured")
     return SavedSession(
         units=tuple(state["units"]),
         num_steps=state["num_steps"],
         history=control.history_from_plain(state["history"]),
         costs=control.costs_from_plain(state["costs"]),
-        controller=None if controller is None else control.controller_from_plain(controller),
-        kinds=kinds_from_plain(state.get("planner", ())),
-        configured=None if configured is None else configuration_from_plain(configured),
+        controller=control.controller_from_plain(state["control"]),
+        kinds=kinds_from_plain(state["planner"]),
+        configured=configuration_from_plain(state["configured"]),
     )
 
 

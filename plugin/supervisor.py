@@ -190,14 +190,14 @@ class Supervisor:
             self.state = after
             self._begin()  # an audit goes on from the new state
 
-    def take_up(self, state: ControllerState | None, *, begins: bool) -> None:
+    def take_up(self, state: ControllerState, *, begins: bool) -> None:
         """Goes on from the state of an earlier session.
 
         Args:
-            state: What its controller remembered; None if that was not saved.
+            state: What its controller remembered.
             begins: Whether what the run was to begin with still comes after the first step.
         """
-        self.state = self.state if state is None else state
+        self.state = state
         self._rules = None
         if not begins:
             self._begins_with = None

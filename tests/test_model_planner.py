@@ -329,16 +329,6 @@ def test_what_was_learned_of_steps_survives_a_resume(
         second.session.load_state_dict(state)
 
 
-def test_a_state_from_before_there_was_a_planner_is_taken_up(
-    plain: tuple[Outcome, int], recomputed: int
-) -> None:
-    training = Training(_budget(plain, recomputed, 0.5), policy="planned")
-    assert training.session is not None
-    state = training.session.state_dict()
-    assert state.pop("planner") == []
-    training.session.load_state_dict(state)
-
-
 def test_the_planner_tells_how_long_keeping_everything_would_take(
     plain: tuple[Outcome, int], recomputed: int
 ) -> None:

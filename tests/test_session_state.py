@@ -78,6 +78,13 @@ DAMAGE: dict[str, tuple[Callable[[State], object], str]] = {
         lambda s: s["control"]["trial"].update(policy=1),
         "state.controller.trial.policy is 1: expected str",
     ),
+    "no control": (lambda s: s.pop("control"), "KeyError: 'control'"),
+    "no drift": (lambda s: s["control"].pop("drift"), "KeyError: 'drift'"),
+    "no configuration": (lambda s: s.pop("configured"), "KeyError: 'configured'"),
+    "a budget": (
+        lambda s: s["configured"].update(budget_bytes="1GiB"),
+        "state.configured.budget_bytes is '1GiB': expected int",
+    ),
     "a planner": (lambda s: s.update(planner=[{}]), "KeyError: 'kind'"),
 }
 
@@ -104,19 +111,6 @@ def test_a_rule_that_matches_nothing_leaves_all_as_it_was(state: State) -> None:
     with pytest.raises(ValueError, match=r"'layers\.\*' matches no"):
         session.load_state_dict({**state, "history": saved["history"]})
     assert session.state_dict() == before
-
-
-def test_a_state_of_an_earlier_version_lacks_what_came_since(state: State) -> None:
-    old = copy.deepcopy(state)
-    for name in ("judged", "drift", "told"):
-        del old["control"][name]
-    for name in ("compared_tokens", "num_failed_comparisons", "gradient_difference"):
-        del old["control"]["trial"][name]
-    del old["costs"]["surprised"], old["planner"], old["configured"]
-    session = rematic.attach(make_model(), budget="1GiB")
-    session.load_state_dict(old)
-    assert session.policy.name == "selective"
-    assert session.num_steps == 4
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b"[" * 100_000, b"7"])

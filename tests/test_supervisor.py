@@ -248,16 +248,6 @@ def test_the_state_goes_on_where_it_was() -> None:
     assert event["state"] == state["control"]
 
 
-def test_a_state_of_an_older_version_starts_a_new_controller() -> None:
-    first, second = Run(), Run()
-    first.steps(2)
-    state = first.session.state_dict()
-    del state["control"]
-    second.session.load_state_dict(state)
-    second.steps(1)
-    assert second.session.num_steps == 3
-
-
 def trouble(run: Run) -> None:
     run.probe.says = CRAMPED
     run.steps(20)

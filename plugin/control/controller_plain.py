@@ -39,7 +39,7 @@ def controller_from_plain(plain: Mapping[str, Any]) -> ControllerState:
         for name, value in plain.items()
         if name not in _OWN
     }
-    trial, judged = plain["trial"], plain.get("judged")
+    trial, judged = plain["trial"], plain["judged"]
     return ControllerState(
         **simple,
         risk=RiskState(*plain["risk"]),
@@ -50,7 +50,7 @@ def controller_from_plain(plain: Mapping[str, Any]) -> ControllerState:
         },
         trial=None if trial is None else _trial_from_plain(trial),
         judged=None if judged is None else _trial_from_plain(judged),
-        drift=_drift_from_plain(plain["drift"]) if "drift" in plain else Drift(),
+        drift=_drift_from_plain(plain["drift"]),
         quarantine={(policy, bucket): why for policy, bucket, why in plain["quarantine"]},
     )
 

@@ -33,7 +33,7 @@ def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
         backward_transient=_curve(plain["backward_transient"]),
         longest=plain["longest"],
         margin_bytes=plain["margin_bytes"],
-        surprised=plain.get("surprised", False),
+        surprised=plain["surprised"],
     )
 
 

@@ -127,8 +127,8 @@ class _Replay:
 class Replay:
     """Decides every step of a journal again, event by event.
 
-    Steps before the first `control` event, of an older version of rematic, are left out; so are
-    those between missing events and the next `control` event, whose state nobody knows.
+    Steps before the first `control` event are left out; so are those between missing events and
+    the next `control` event, whose state nobody knows.
     """
 
     def __init__(self) -> None:

@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
 
 from rematic.byte_sizes import format_bytes
-from rematic.control import ControllerState, ControlRules, rules_from_plain, rules_to_plain
-from rematic.policy import Policy, policy_from_plain, policy_to_plain
-
-if TYPE_CHECKING:
-    from rematic.session_state import SavedSession
+from rematic.control import ControllerState
+from rematic.session_configuration import Configuration
+from rematic.session_state import SavedSession
 
 _SAME_BUDGET = 0.05
 """A budget so near another one is the same: `auto` and shares vary with what others hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """What a session was attached with, as far as its saved state goes on from it."""
-
-    policy: Policy
-    """What it begins with, or tries after the first step."""
-
-    budget_bytes: int | None
-    """Bytes that may be in use on the device; None without a limit."""
-
-    rules: ControlRules
-    """What its controller keeps to."""
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns it as dictionaries, lists, strings and numbers."""
-        return {
-            "policy": policy_to_plain(self.policy),
-            "budget_bytes": self.budget_bytes,
-            "rules": rules_to_plain(self.rules),
-        }
-
-
-def configuration_from_plain(plain: Mapping[str, Any]) -> Configuration:
-    """Returns the configuration that `to_plain` wrote."""
-    return Configuration(
-        policy=policy_from_plain(plain["policy"]),
-        budget_bytes=plain["budget_bytes"],
-        rules=rules_from_plain(plain["rules"]),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Revision:
     """What follows from a configuration that has changed."""
 
-    controller: ControllerState | None
+    controller: ControllerState
     """What the controller remembers."""
 
     configured: Configuration
@@ -78,9 +43,8 @@ def revise(saved: SavedSession, now: Configuration, *, allow_lossy: bool) -> Rev
         allow_lossy: Whether a policy that loses precision may be in force.
     """
     before, current = saved.configured, saved.history.current
-    begun_with = saved.history.entries[0].policy if before is None else before.policy
     controller, texts = saved.controller, []
-    if before is not None and controller is not None and (changes := _changes(before, now)):
+    if changes := _changes(before, now):
         controller = _forgiven(controller)
         texts.append(f"{changes}: what was held against policies before is forgotten")
     takes_policy, configured = False, now
@@ -90,13 +54,13 @@ def revise(saved: SavedSession, now: Configuration, *, allow_lossy: bool) -> Rev
             f"the saved run was under {current.name!r}, which loses precision and is not allowed "
             f"now: {now.policy.name!r} takes its place"
         )
-    elif now.policy != begun_with and current != now.policy:
+    elif now.policy != before.policy and current != now.policy:
         takes_policy = not saved.history.pinned
-        changed = f"the saved run began with the policy {begun_with.name!r}"
+        changed = f"the saved run began with the policy {before.policy.name!r}"
         if takes_policy:
             texts.append(f"{changed}, {now.policy.name!r} is configured now and takes its place")
         else:
-            configured = replace(now, policy=begun_with)  # said again whenever it is resumed
+            configured = replace(now, policy=before.policy)  # said again whenever it is resumed
             texts.append(
                 f"{changed}, {now.policy.name!r} is configured now and has no effect: "
                 f"{current.name!r} is pinned. Unpin it, and switch"
