@@ -12,7 +12,8 @@ from rematic.activations.collectives import watching_collectives
 from rematic.activations.key_value_cache import holds_cache
 from rematic.activations.replay import announced_as_replay
 from rematic.activations.surroundings import Surroundings
-from rematic.activations.tile import Call
+from rematic.activations.tile import Call, sequence_length
+from rematic.activations.tile_values import objection_at_length
 from rematic.activations.token_wise import Objection, objection_to_tiles
 from rematic.activations.torch_private import GLOBAL_HOOKS
 
@@ -40,6 +41,8 @@ class TileProof:
         # By the mode of the module and its parts: dropout is a reason in training only.
         self._answers: dict[_Mode, str | None] = {}
         self._trials: Counter[tuple[_Mode, str]] = Counter()
+        self._compared: dict[_Mode, int] = {}
+        """The longest sequence whose slices were compared with the whole."""
 
     def is_given(self, module: nn.Module) -> bool:
         """Returns whether the module is known to be token-wise in the mode that it is in."""
@@ -70,6 +73,50 @@ class TileProof:
                     return found.text
             self._answers[mode] = None if found is None else found.text
         return self._answers[mode]
+
+    def objection_at_length(
+        self,
+        unit: Unit,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        *,
+        num_tiles: int,
+        may_be_partial: bool,
+    ) -> str | None:
+        """Returns why slices do not give what the whole call gives, None if they do.
+
+        Asked of sequences longer than those before.
+
+        Args:
+            unit: The unit that the module is, or is a part of.
+            module: The module, of which a few positions have no objection.
+            forward: Its forward.
+            call: Arguments of the call.
+            num_tiles: Number of slices.
+            may_be_partial: Whether a part of the call will do where memory is short.
+
+        Raises:
+            RuntimeError: If there is no memory for it.
+        """
+        mode, length = _mode(module), sequence_length(*call, dim=self._dim)
+        if length <= self._compared.get(mode, 0):
+            return None
+        with announced_as_replay(), watching_collectives(unit):
+            found = objection_at_length(
+                module,
+                forward,
+                call,
+                num_tiles=num_tiles,
+                dim=self._dim,
+                may_be_partial=may_be_partial,
+            )
+        if found is None:
+            self._compared[mode] = length
+            return None
+        if found.is_final:
+            self._answers[mode] = found.text
+        return found.text
 
     def refuse(self, module: nn.Module) -> str:
         """Takes note that it drew random numbers all the same; returns that as an objection."""

@@ -93,7 +93,17 @@ class Tiling:
 
     def _objection(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         was_given = self._proof.is_given(unit.module)
-        objection = self._proof.objection(unit, unit.module, unit.original, (args, kwargs))
+        call = (args, kwargs)
+        objection = self._proof.objection(unit, unit.module, unit.original, call)
+        if objection is None:
+            objection = self._proof.objection_at_length(
+                unit,
+                unit.module,
+                unit.original,
+                call,
+                num_tiles=self.action.slices_of(sequence_length(*call, dim=self.action.dim)),
+                may_be_partial=True,
+            )
         if objection is None and not was_given:
             self.objection = None
             unit.tell("tile", "runs in slices: gradients of its weights are summed by slice")

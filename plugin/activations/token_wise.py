@@ -75,8 +75,9 @@ def objection_to_tiles(
 
     Where the first positions show nothing (padding), the last ones and those in the middle are
     asked. Nothing is left behind: generators, buffers, attributes and gradients are as before.
-    What was seen is true of the example; a module that looks at other positions only sometimes
-    (experts with a capacity that overflows) can pass.
+    What was seen is true of a few positions; a module that looks further away, or at other
+    positions only sometimes (experts with a capacity that overflows), can pass. Slices of a whole
+    call are compared by `objection_at_length`.
 
     Args:
         module: The module, in the mode in which it will run.
@@ -105,7 +106,7 @@ def objection_to_tiles(
     last = length - trial.length
     objection: Objection | None = None
     for start in dict.fromkeys((0, last, last // 2)):
-        with applied(ambient), state.replayed(), _without_zeros(state), torch.enable_grad():
+        with applied(ambient), state.replayed(), without_zeros(state), torch.enable_grad():
             call = (example_args, dict(example_kwargs or {}))
             objection = _answer(trial, call, start, state, ambient)
         if objection is None or objection.text != _SHOWS_NOTHING:
@@ -197,7 +198,7 @@ def _differences_of_slices(trial: _Trial, call: Any, output: Nested) -> Iterator
         tiled = list(iter_leaves(sliced))
         if [(t.shape, t.dtype) for t in tiled] != [(t.shape, t.dtype) for t in whole]:
             yield "slices give outputs of another shape or type"
-        elif not all(_close(a, b) for a, b in zip(tiled, whole, strict=True)):
+        elif not all(is_close(a, b) for a, b in zip(tiled, whole, strict=True)):
             yield "slices give other values: it depends on the position or on other positions"
         if differing_rest(output, sliced):
             yield "it returns something that is no tensor, and other for a slice than for all"
@@ -210,8 +211,8 @@ def _movements(trial: _Trial, call: Any, whole: list[torch.Tensor]) -> Iterator[
         move = functools.partial(_with_other_position, dim=trial.dim, position=moved)
         outputs = list(iter_leaves(trial.whole(map_leaves(move, call))))
         for before, after in zip(whole, outputs, strict=True):
-            kept = [t.movedim(trial.dim, 0)[others] for t in (before, after)]
-            if not _close(*kept):
+            a, b = (t.movedim(trial.dim, 0)[others] for t in (before, after))
+            if not is_close(a, b):
                 text = f"changing position {moved} of its input changes other positions"
                 yield Objection(text=text)
         if not all(
@@ -280,7 +281,7 @@ def _with_other_position(tensor: torch.Tensor, *, dim: int, position: int) -> to
 
 
 @contextlib.contextmanager
-def _without_zeros(state: ModuleState) -> Iterator[None]:
+def without_zeros(state: ModuleState) -> Iterator[None]:
     """Lets other parameters stand in the body for those trainable ones that are all zero."""
     instead: dict[int, nn.Parameter] = {}
     replaced = []
@@ -302,11 +303,6 @@ def _without_zeros(state: ModuleState) -> Iterator[None]:
             home[name] = parameter
 
 
-def _pattern_like(parameter: torch.Tensor) -> torch.Tensor:
-    numbers = torch.arange(1.0, parameter.numel() + 1, device=parameter.device)
-    return (0.1 * torch.cos(numbers)).view(parameter.shape).to(parameter.dtype)
-
-
 def _is_all_zero(parameter: torch.Tensor) -> bool:
     return (
         type(parameter) is nn.Parameter
@@ -318,12 +314,13 @@ def _is_all_zero(parameter: torch.Tensor) -> bool:
     )
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_close(a: torch.Tensor, b: torch.Tensor, largest: float | None = None) -> bool:
+    """Returns whether two outputs are equal but for some roundings of the largest value of `b`."""
     if not a.is_floating_point():
         return torch.equal(a, b)
     a, b = a.detach(), b.detach()
     if not a.numel():
         return True
-    largest = float(b.abs().max())
+    largest = float(b.abs().max()) if largest is None else largest
     tolerance = _ROUNDINGS.get(a.dtype, 4) * torch.finfo(a.dtype).eps
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

@@ -79,7 +79,7 @@ class TokenWiseParts:
     def is_refused(
         self, unit: Unit, part: nn.Module, forward: Callable[..., Any], call: Call
     ) -> bool:
-        """Returns whether a call of a part must run whole, by a proof on a few positions of it."""
+        """Returns whether a call of a part must run whole, by a proof on it."""
         proof = self._proofs.get(part)
         if proof is None:
             proof = self._proofs[part] = TileProof(_DIM)
@@ -91,11 +91,21 @@ class TokenWiseParts:
                 if not refused and not (was_given and part in self._worth):
                     self._worth.pop(part, None)  # of another mode, if at all
                     self._worth[part] = is_worth_tiles(part, forward, call, dim=_DIM)
+                if refused or not self._worth[part]:
+                    return True
+                found = proof.objection_at_length(
+                    unit,
+                    part,
+                    forward,
+                    call,
+                    num_tiles=NUM_TILES,
+                    may_be_partial=not self.only_asks,
+                )
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             return True  # the next call is asked
-        return refused or not self._worth[part]
+        return found is not None
 
     def refuse(self, part: nn.Module) -> None:
         """Takes note that a part drew random numbers although it was proved not to."""
