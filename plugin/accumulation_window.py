@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from rematic.memory import is_out_of_memory
-from rematic.transaction import StepTransaction
-from rematic.transaction.module_snapshot import TensorCopies
+from rematic.transaction import StepTransaction, TensorCopies
 
 _log = logging.getLogger("rematic")
 Generators = Sequence[tuple[Any, Any]]

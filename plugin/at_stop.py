@@ -36,12 +36,12 @@ def save_before_stop(session: Session, report: StopReport) -> StopReport:
     An interrupt (Ctrl-C) passes: whoever sends one does not want to wait for a checkpoint.
 
     Args:
-        session: The session, without an open step; this file may use its inner parts.
+        session: The session, without an open step.
         report: Why the training stops.
     """
     if session.at_stop is None:
         return replace(report, not_saved="`session.at_stop` is not set")
-    window, num_steps = session._window, session.num_steps
+    window, num_steps = session.window, session.num_steps
     is_whole = not session.is_behind_update  # no optimizer has stepped inside the step
     if is_whole:
         report = replace(report, num_unsaved_steps=num_steps - window.num_steps)

@@ -20,7 +20,6 @@ Closure = Callable[[], Any]
 TornStep = Callable[[torch.optim.Optimizer, list[torch.Tensor], RuntimeError], BaseException]
 """Makes an error of an optimizer, the parameters it has changed, and what failed."""
 
-
 FailedStep = Callable[[RuntimeError], BaseException | None]
 """Makes an error of what failed before an optimizer has changed anything; None lets it pass."""
 
@@ -134,8 +133,10 @@ class OptimizerBoundary:
         changed = before.changed()
         # other ranks may have made this step: nobody may skip it here and go on
         if changed or num_ranks() > 1:
-            return self._on_torn and self._on_torn(self._optimizer, changed, error)
-        return None if of_closure else self._on_failed and self._on_failed(error)
+            on_torn = self._on_torn
+            return None if on_torn is None else on_torn(self._optimizer, changed, error)
+        on_failed = None if of_closure else self._on_failed
+        return None if on_failed is None else on_failed(error)
 
     def _call(self, closure: Closure | None, kwargs: dict[str, object]) -> object:
         return self._original(**kwargs) if closure is None else self._original(closure, **kwargs)

@@ -67,11 +67,11 @@ class Session:
         """Called when the session is detached, the last one first."""
         self._engine = engine
         self._parameters = list(model.parameters())
-        self._costs = Costs()
-        self._changing = ChangingState()
+        self._costs, self._changing = Costs(), ChangingState()
         self._num_updates, self._num_boundaries = 0, 0
         self._update_cover = UpdateCover(self)
-        self._window = AccumulationWindow()
+        self.window = AccumulationWindow()
+        """The update that the next micro-batch belongs to, or the last one belonged to."""
         self.has_updated = False
         """Whether an optimizer has stepped since the session was attached or took up a state."""
         self.at_stop: Callable[[StopReport], str | None] | None = None
@@ -143,7 +143,7 @@ class Session:
     @property
     def is_behind_update(self) -> bool:
         """Whether an optimizer has stepped since the update of the last micro-batch began."""
-        return self._window.num_boundaries != self._num_boundaries
+        return self.window.num_boundaries != self._num_boundaries
 
     @property
     def budget_bytes(self) -> int | None:
@@ -239,7 +239,7 @@ class Session:
             counts_gradients=counts_gradients,
         )
         if recovery.transaction is not None:
-            self._window.read(recovery.transaction)
+            self.window.read(recovery.transaction)
         if self._step is not None and self._asked is not None and self._asked.repeatable:
             self._step.let_units_stand_aside()
         return recovery
@@ -261,7 +261,7 @@ class Session:
 
     def begin_window(self) -> None:
         """Takes note that what follows belongs to another update; hosts need it where they stop."""
-        self._window = AccumulationWindow(
+        self.window = AccumulationWindow(
             num_steps=self.num_steps, num_boundaries=self._num_boundaries
         )
 

@@ -29,6 +29,11 @@ from rematic.transaction import (
 
 T = TypeVar("T")
 _log = logging.getLogger("rematic")
+_NO_ROOM = "memory ran out while another attempt was made ready."
+_NOT_PUT_BACK = (
+    "memory ran out while what the step had changed was put back, so buffers and generators may "
+    "not be as before. Go on from the last checkpoint."
+)
 
 
 class StepOutOfMemoryError(torch.OutOfMemoryError):
@@ -56,7 +61,7 @@ class RecoverableStep(Protocol):
         """Takes note that memory ran out in the open step."""
 
     def reopen(self, actions: tuple[Action, ...] | None, *, in_tiles: bool = False) -> None:
-        """Opens the step again under a plan, None for the one it had."""
+        """Opens the step again; see `SessionStep.reopen`."""
 
     def may_have_token_wise_parts(self) -> bool:
         """Returns whether a part of some unit is known to be token-wise, or none was asked yet."""
@@ -310,13 +315,6 @@ def stop_error(report: StopReport) -> StepOutOfMemoryError:
     error = StepOutOfMemoryError(control.format_stop(report))
     error.report = report
     return error
-
-
-_NO_ROOM = "memory ran out while another attempt was made ready."
-_NOT_PUT_BACK = (
-    "memory ran out while what the step had changed was put back, so buffers and generators may "
-    "not be as before. Go on from the last checkpoint."
-)
 
 
 def with_room(make: Callable[[], T], ledger: Ledger) -> T:

@@ -118,11 +118,10 @@ class DataConfig:
             expected="null, since target_field says where the answers are",
             remedy="remove one of the two",
         )
-        default = type(self).__dataclass_fields__["text_field"].default
         require(
             self,
             "text_field",
-            self.messages_field is None or self.text_field == default,
+            self.messages_field is None or self.text_field == DataConfig.text_field,
             expected="nothing, since messages_field says where all that is said is",
             remedy="remove one of the two",
         )

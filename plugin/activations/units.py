@@ -120,7 +120,7 @@ def _listed_blocks(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _members(container: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Returns the blocks of a list; a list in it is none, since it is never called, but its own."""
+    """Returns the blocks of a list; of a list in it, which is never called, the blocks of that."""
     found = []
     for key, child in container.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):

@@ -62,7 +62,7 @@ class StopReport:
     """Where the training was saved before it stopped, None for nowhere."""
 
     not_saved: str | None = None
-    """Why it could not be saved there, None if it was or nobody was to save it."""
+    """Why it was not saved, None if it was or if the host gave no reason."""
 
     num_unsaved_steps: int = 0
     """Micro-batches since the last optimizer step that went well: a checkpoint holds no gradients,

@@ -152,8 +152,7 @@ def _read_lines(content: bytes, file: Path, name: str, data: DataConfig) -> Iter
 
 
 def _refuse_text_field(data: DataConfig, source: str) -> None:
-    default = DataConfig().text_field
-    if data.text_field != default:
+    if data.text_field != DataConfig.text_field:
         raise ValueError(
             f"data.text_field is {data.text_field!r}, but {source} is plain text without fields, "
             f"where it has no effect; remove it, or name a .jsonl or .parquet file by {DATA_KEY}"

@@ -20,6 +20,9 @@ ATTENTION_KEY = "attn_implementation"
 LEGACY_KEYS = frozenset({"rope_theta", "rope_scaling"})
 """Keys that transformers still converts, where the config has `rope_parameters`."""
 
+_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configs call how many experts a block has."""
+
 
 def build_config(
     model: ModelConfig,
@@ -161,19 +164,13 @@ def _check_parts(config: PreTrainedConfig) -> None:
             f"num_attention_heads ({heads}) evenly; write one of {fitting}"
         )
     chosen = _number(config, "num_experts_per_tok")
-    experts = next(
-        (n for key in _EXPERTS_KEYS if (n := _number(config, key)) is not None),
-        None,
-    )
-    if chosen and experts is not None and not chosen <= experts:
+    counts = (_number(config, key) for key in _EXPERTS_KEYS)
+    experts = next((count for count in counts if count is not None), None)
+    if chosen and experts is not None and chosen > experts:
         raise ValueError(
             f"model.config.num_experts_per_tok is {chosen}, but there are {experts} experts; "
             f"write at most {experts}, or raise their number"
         )
-
-
-_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What configs call how many experts a block has."""
 
 
 def _number(config: PreTrainedConfig, key: str) -> int | None:

@@ -69,6 +69,7 @@ def train(
 def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> Job:
     """Checks all that can be checked before weights exist, then makes the run directory."""
     ranks = find_ranks(recipe)
+    notify = _told_once(ranks)
     _check_attention(recipe)
     check_optimizer(
         recipe.training,
@@ -89,12 +90,10 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
     _check_memory(recipe, size)
     directory = _open_directory(recipe, ranks, resume=resume)
     if resume is not None:
-        check_resumable(
-            directory, recipe, corpus=data.corpus, encoded=data.encoded, notify=_told_once(ranks)
-        )
+        check_resumable(directory, recipe, corpus=data.corpus, encoded=data.encoded, notify=notify)
         check_checkpoint(directory, prepare_empty_model(recipe, config=config))
     for text in (*data.notices(recipe.data), *_too_few(recipe, data)):
-        _told_once(ranks)(text)
+        notify(text)
     return Job(
         recipe=recipe,
         data=data,

@@ -11,5 +11,6 @@ from rematic.transaction.gradients import GradientContributions as GradientContr
 from rematic.transaction.gradients import RestoreError as RestoreError
 from rematic.transaction.module_snapshot import ChangingState as ChangingState
 from rematic.transaction.module_snapshot import ModuleSnapshot as ModuleSnapshot
+from rematic.transaction.module_snapshot import TensorCopies as TensorCopies
 from rematic.transaction.release import release_attempt as release_attempt
 from rematic.transaction.step_transaction import StepTransaction as StepTransaction
