@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 from rematic.at_stop import refuse_to_save
 from rematic.control import StopReport
 from rematic.hosts.accelerate_step import HostState
+from rematic.hosts.whole_folder import replaced_when_whole
 from rematic.session import Session
 
 FOLDER_NAME = "rematic-emergency"
@@ -77,12 +77,8 @@ class AcceleratorSaves:
         """Saves everything that the Accelerator has prepared, and the session's state."""
         refuse_to_save(session, num_ranks=self._accelerator.num_processes)
         folder = self._place(session)
-        unfinished = folder.with_name(f"{folder.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with self._named_by_hand():
-            self._accelerator.save_state(str(unfinished))
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.replace(folder)  # whoever is killed before leaves the old one whole
+        with replaced_when_whole(folder) as unfinished, self._named_by_hand():
+            self._accelerator.save_state(str(unfinished / folder.name))
         return str(folder)
 
     def _place(self, session: Session) -> Path:

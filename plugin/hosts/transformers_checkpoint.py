@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rematic.hosts.accelerate_step import HostState
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.hosts.session_file import write_session
 from rematic.hosts.trainer_counters import TrainerCounters
+from rematic.hosts.whole_folder import replaced_when_whole
 from rematic.session import Session
 
 _STATE_NAME = "trainer_state.json"
@@ -114,18 +117,24 @@ class TrainerSaves:
     def _save(self, session: Session) -> str:
         trainer = self._trainer
         # private in transformers 5.24; trainers of TRL and of users add to it what they need
-        seam = InstanceMethod(trainer, "_get_output_dir", self._get_folder)
-        try:
-            with _changed(trainer.args, **_RESUMABLE):
-                trainer._save_checkpoint(trainer.model_wrapped, None)
-        finally:
-            seam.remove()
         saved = self._folder / f"checkpoint-{trainer.state.global_step}"
-        write_session(session, saved)
+        with replaced_when_whole(saved) as unfinished, _changed(trainer.args, **_RESUMABLE):
+            around = functools.partial(_other_folder, unfinished)
+            seam = InstanceMethod(trainer, "_get_output_dir", around)
+            try:
+                trainer._save_checkpoint(trainer.model_wrapped, None)
+            finally:
+                seam.remove()
+            write_session(session, unfinished / saved.name)
+        self._prune()
         return str(saved)
 
-    def _get_folder(self, get: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-        return str(self._folder)
+    def _prune(self) -> None:
+        """Keeps as many as the Trainer keeps of its own."""
+        limit = self._trainer.args.save_total_limit or 0
+        if limit > 0:
+            for old in sorted(self._folder.glob("checkpoint-*"), key=_age)[:-limit]:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 class _NotesEpochs(TrainerCallback):
@@ -141,6 +150,10 @@ class _NotesEpochs(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._saves.end_update()
+
+
+def _other_folder(folder: Path, get: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+    return str(folder)
 
 
 @contextlib.contextmanager

@@ -180,6 +180,7 @@ def test_an_older_one_stays_until_the_new_one_is_whole(
     monkeypatch.setattr("accelerate.accelerator.save_accelerator_state", fails)
     report = stopped(Loop(tmp_path, faults=faults_at(4)))
     assert report.not_saved == "OSError: disk full"
+    assert [path.name for path in tmp_path.iterdir()] == ["rematic-emergency"]
     assert (tmp_path / "rematic-emergency" / "model.safetensors").read_bytes() == before
 
 

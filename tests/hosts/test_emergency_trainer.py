@@ -160,6 +160,33 @@ def test_a_disk_that_is_full_does_not_hide_the_error(
     assert trained.trainer.state.global_step == 2
 
 
+@pytest.mark.parametrize("at", [4, 7], ids=["at the same update", "at a later one"])
+def test_one_that_fails_leaves_the_older_one_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Neither a mixture of both, nor a part of the new one that hides the old one."""
+    folder = tmp_path / "rematic-emergency"
+    _, report = stopped(tmp_path, 4)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def fails(*args: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.Trainer._save_optimizer_and_scheduler", fails)
+        _, report = stopped(tmp_path, at, learning_rate=0.5)
+    assert report.not_saved == "OSError: disk full"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert resumed_at(tmp_path) == 4
+
+
+def test_as_many_stay_as_of_those_of_the_trainer(tmp_path: Path) -> None:
+    for at in (3, 6, 2):
+        stopped(tmp_path, at, save_total_limit=2)
+    saved = sorted(path.name for path in (tmp_path / "rematic-emergency").iterdir())
+    assert saved == ["checkpoint-2", "checkpoint-6"], "the last two"
+
+
 def test_another_folder(tmp_path: Path) -> None:
     faults = Faults(loss=set(range(3, 7)))
     plugin = plugin_for(policy="keep", emergency_dir=tmp_path / "other")
