@@ -1,7 +1,7 @@
 """The LightningModule behind a LightningCLI; rematic is in the YAML file.
 
 Run:  python examples/lightning_cli.py fit --config examples/lightning_cli.yaml
-      python examples/lightning_cli.py fit --trainer.strategy rematic.RecomputeStrategy \
+      python examples/lightning_cli.py fit --config examples/lightning_cli.yaml \
           --trainer.strategy.policy recompute --model.longest 4096
 
 Measured on nothing larger than a CPU. Needs `jsonargparse[signatures]`.

@@ -47,7 +47,7 @@ def main() -> None:
     # Its gradient checkpointing stays off: rematic would take it over anyway.
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"])).train()
 
     accelerator = Accelerator()
     plugin = RecomputePlugin.from_config().attach(accelerator)  # before prepare

@@ -69,7 +69,7 @@ def main() -> None:
     plugin.attach_trainer(trainer)  #
     trainer.train()
     if plugin.session is not None:  #
-        print(plugin.session.policy.name, plugin.session.last_step)  #
+        print(plugin.session.report())  #
 
 
 if __name__ == "__main__":

@@ -301,6 +301,8 @@ def _plot_path(written: str) -> Path:
         problem = "nobody here may write there"
     if problem is not None:
         raise ValueError(_cannot_write(path, problem))
+    if path.suffix.lower() != ".svg":
+        raise ValueError(f"the plot {path} would be an SVG drawing; expected a name ending in .svg")
     return path
 
 

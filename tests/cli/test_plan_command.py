@@ -116,10 +116,11 @@ def test_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["--batch", "0"], "--batch is 0; expected a number of sequences from 1 to 2147483647"),
         (["--batch", "3000000000"], "--batch is 3000000000; expected a number of sequences"),
         (["--plot", "."], "the plot . cannot be written: it is a folder; expected a file"),
+        (["--plot", "a.png"], "the plot a.png would be an SVG drawing; expected a name ending in"),
     ],
     ids=[
         *("device", "length", "share of a CPU", "positions", "too long", "budget", "batch"),
-        *("too many", "folder"),
+        *("too many", "folder", "drawn as svg"),
     ],
 )
 def test_says_what_cannot_be_planned(

@@ -118,6 +118,27 @@ def test_a_job_that_does_not_answer(job: Job, read: Read) -> None:
     assert "Does it run?" in text
 
 
+@pytest.mark.parametrize("request_", [("rollback",), ("pin", "recompute"), ("unpin",)], ids=str)
+def test_a_run_that_has_ended_is_not_waited_for(
+    request_: tuple[str, ...], job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.steps(1)
+    job.journal.write({"event": "run_end", "status": "finished", "reason": None, "last_loss": 1.0})
+    command, *policy = request_
+    assert main([command, str(job.folder), *policy]) == USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith(f"rematic: {job.folder} has ended (finished); expected a running job: ")
+    assert not (job.folder / REQUESTS_NAME).exists()
+
+
+def test_a_run_that_goes_on_after_its_end_is_waited_for(job: Job, read: Read) -> None:
+    job.journal.write({"event": "run_end", "status": "finished", "reason": None, "last_loss": 1.0})
+    job.steps(1)
+    code, text = read("unpin", job.folder, "--wait", "0")
+    assert code == FAILED
+    assert "no answer from" in text
+
+
 def test_a_request_that_cannot_be_written(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """As in a run directory that others may only read; said in a line, without a traceback."""
     (job.folder / REQUESTS_NAME).mkdir()
