@@ -55,7 +55,7 @@ def trace_optimizer(make: MakeOptimizer, parameters: Iterable[torch.Tensor]) -> 
         make: Makes the optimizer. Weights that it leaves out count nothing.
         parameters: All weights, of which those that need a gradient are trained; on any device.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    trained = _trained(parameters)
     counts = Counter((tuple(p.shape), p.dtype) for p in trained)
     if not counts:
         return NO_OPTIMIZER
@@ -81,7 +81,7 @@ def measure_optimizer(make: MakeOptimizer, parameters: Iterable[torch.Tensor]) -
         make: Makes the optimizer.
         parameters: All weights, of which those that need a gradient are trained; on any device.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    trained = _trained(parameters)
     counts = Counter((tuple(p.shape), p.dtype) for p in trained)
     if not counts:
         return NO_OPTIMIZER
@@ -107,6 +107,11 @@ def measure_optimizer(make: MakeOptimizer, parameters: Iterable[torch.Tensor]) -
         ),
         step_bytes=round(once.step_bytes * scale),
     )
+
+
+def _trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the weights that have a state; empty ones keep a count of steps at most."""
+    return [p for p in parameters if p.requires_grad and p.numel()]
 
 
 class _Steps:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from rematic.cost import NO_OPTIMIZER
 from rematic.cost.optimizer_bytes import measure_optimizer, trace_optimizer
 from rematic.cost.recipe_optimizer import parts_of, recipe_optimizer_bytes
 from rematic.recipes import (
@@ -75,6 +76,14 @@ def test_what_is_measured_is_what_a_trace_finds():
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("find", [trace_optimizer, measure_optimizer])
+def test_empty_weights_need_nothing(find):
+    make = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
+    empty, weight = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.zeros(4, 4))
+    assert find(make, [empty]) == NO_OPTIMIZER
+    assert find(make, [empty, weight]) == find(make, [weight])
+
+
 def test_state_of_muon_is_what_a_real_step_leaves():
     parameters = [weight for weight in weights() if weight.dim() == 2]  # it takes no others
     config = TargetOptimizerConfig(_target_="torch.optim.Muon")
