@@ -12,7 +12,7 @@ import pytest
 import rematic
 from rematic.control.audit import audit
 from rematic.memory import SimulatedProbe
-from rematic.policy import Keep, Policy, Recompute, Rule
+from rematic.policy import Keep, Policy, Recompute, Rule, policy_named
 from tests.activations.blocks import make_input, make_model
 
 State = dict[str, Any]
@@ -81,7 +81,7 @@ def test_a_policy_that_is_configured_anew_follows(
     text = f"{name!r} is configured now and takes its place"
     assert [event["to"] for event in journal if event["event"] == "switch"] == [name]
     assert [event["policy"] for event in journal if event["event"] == "step"] == [name] * 2
-    assert session.policy == (session.policy if isinstance(now, str) else now)
+    assert session.policy == policy_named(now)
     assert text in journal.texts()[0]
     assert any(text in message for message in caplog.messages)
     session.rollback()

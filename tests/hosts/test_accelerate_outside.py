@@ -65,29 +65,26 @@ def test_each_of_the_methods_is_covered_and_given_back(name: str) -> None:
     assert name not in vars(loop.accelerator)
 
 
-def test_clipping_that_cannot_go_on_leaves_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("owner", "method", "call", "at", "named"),
+    [
+        ("accelerator", "clip_grad_norm_", 3, 4, "clipping or unscaling"),
+        ("optimizer", "step", 9, 1, "the optimizer's step"),
+    ],
+)
+def test_an_update_that_cannot_go_on_leaves_a_checkpoint(
+    tmp_path: Path, owner: str, method: str, call: int, at: int, named: str
+) -> None:
     whole = Loop(accumulate=3).run()
     loop = Loop(tmp_path, accumulate=3)
-    FailsAt(loop.accelerator, "clip_grad_norm_", call=3, at=4)
-    said = r"Tried: clipping or unscaling .* 3 micro-batches since then come again"
+    FailsAt(getattr(loop, owner), method, call=call, at=at)
+    said = rf"Tried: {named} .* 3 micro-batches since then come again"
     with pytest.raises(rematic.StepOutOfMemoryError, match=said) as caught:
         loop.run()
     assert caught.value.report.checkpoint == str(tmp_path / "rematic-emergency")
     again = Loop(accumulate=3)
     again.accelerator.load_state(caught.value.report.checkpoint)
     assert again.accelerator.step == 6
-    again.run(start=6).is_same_as(whole)
-
-
-def test_an_optimizer_that_has_changed_nothing_leaves_a_checkpoint(tmp_path: Path) -> None:
-    whole = Loop(accumulate=3).run()
-    loop = Loop(tmp_path, accumulate=3)
-    FailsAt(loop.optimizer, "step", call=9, at=1)
-    said = r"Tried: the optimizer's step .* 3 micro-batches since then come again"
-    with pytest.raises(rematic.StepOutOfMemoryError, match=said) as caught:
-        loop.run()
-    again = Loop(accumulate=3)
-    again.accelerator.load_state(caught.value.report.checkpoint)
     again.run(start=6).is_same_as(whole)
 
 
