@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rematic.policy import Rule as Rule
     from rematic.session import Session as Session
     from rematic.step_recovery import StepOutOfMemoryError as StepOutOfMemoryError
+    from rematic.supervisor import RunStoppedError as RunStoppedError
     from rematic.torn_step import TornOptimizerStepError as TornOptimizerStepError
 
 # Loaded on first use: recipes and the command read YAML without waiting for torch, and the core
@@ -38,6 +39,7 @@ _HOMES = {
     "RecomputeStrategy": "rematic.hosts.lightning",
     "ReplayError": "rematic.activations",
     "Rule": "rematic.policy",
+    "RunStoppedError": "rematic.supervisor",
     "Session": "rematic.session",
     "StepOutOfMemoryError": "rematic.step_recovery",
     "TornOptimizerStepError": "rematic.torn_step",

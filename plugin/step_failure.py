@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+import rematic
 from rematic.memory import requested_bytes
 
 
@@ -38,7 +42,9 @@ def read_failure(error: BaseException, in_use_bytes: int | None) -> Failure:
 
 def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [f for f in frames if "/torch/" not in f.filename and "rematic" not in f.filename]
+    # By folder, not by name: an editable install lies in `plugin`, a user's script anywhere.
+    inner = [Path(home) for package in (torch, rematic) for home in package.__path__]
+    outside = [f for f in frames if not any(Path(f.filename).is_relative_to(d) for d in inner)]
     frame = (outside or frames)[-1] if frames else None
     if frame is None:
         return "unknown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -126,11 +127,37 @@ def test_the_page_of_lightning_makes_trainers(
     assert isinstance(names["trainer"], Trainer)
 
 
+def headings(page: Path) -> set[str]:
+    """Returns the anchors of a page, made of its headings as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_that_exist(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
-    local = [link for link in links if "://" not in link]
-    assert [link for link in local if not (page.parent / link).exists()] == []
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and (
+            not target.exists() or (anchor and anchor not in headings(target))
+        ):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_the_package_exist(page: Path) -> None:
+    files = {"rematic.json"}
+    names = set(re.findall(r"\brematic\.[A-Za-z]\w*(?:\.[A-Za-z]\w*)*", page.read_text("utf-8")))
+    missing = []
+    for name in sorted(names - files):
+        try:
+            resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(name)
+    assert missing == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rematic.byte_sizes import format_bytes
 from rematic.control.step_plan import Costs, StepRequest, plan_step
 from rematic.policy import Recompute
 
@@ -120,7 +121,7 @@ def format_stop(report: StopReport) -> str:
         f"{report.attempts[-1].error} (at {report.attempts[-1].where}).",
     ]
     if report.budget_bytes is not None:
-        parts.append(f"The budget is {report.budget_bytes:,} bytes{_shortened(report)}.")
+        parts.append(f"The budget is {format_bytes(report.budget_bytes)}{_shortened(report)}.")
     if report.obstacle is not None:
         parts.append(f"It was not tried again: {report.obstacle}")
     if report.num_torn_gradients:
@@ -155,15 +156,15 @@ def _shortened(report: StopReport) -> str:
     if usable is None or budget is None or usable >= budget:
         return ""
     return (
-        f", but only {usable:,} of them could be in use: what this process holds beside tensors, "
-        "or what other programs hold, takes the rest"
+        f", but only {format_bytes(usable)} could be in use: what this process holds beside "
+        "tensors, or what other programs hold, takes the rest"
     )
 
 
 def _attempt(attempt: FailedAttempt) -> str:
     if attempt.needed_bytes is None:
         return attempt.name
-    return f"{attempt.name} (needed {attempt.needed_bytes:,} bytes)"
+    return f"{attempt.name} (needed {format_bytes(attempt.needed_bytes)})"
 
 
 def advise(

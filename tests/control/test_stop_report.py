@@ -73,8 +73,8 @@ def test_it_is_unknown_otherwise(costs: Costs, request_: StepRequest) -> None:
 
 def test_the_text_says_what_was_tried() -> None:
     assert format_stop(REPORT) == (
-        "a batch of 2 x 512 tokens ran out of memory. Tried: as planned (needed 3,145,728 bytes); "
-        "recompute. last (at b.py:2 in g). The budget is 1,048,576 bytes."
+        "a batch of 2 x 512 tokens ran out of memory. Tried: as planned (needed 3.0 MiB); "
+        "recompute. last (at b.py:2 in g). The budget is 1.0 MiB."
     )
 
 
@@ -103,8 +103,8 @@ def test_the_text_says_what_would_fit_and_what_to_do() -> None:
 @pytest.mark.parametrize("usable", [None, 1 << 20, 2 << 20, 700_000])
 def test_the_text_says_where_less_than_the_budget_was_there(usable: int | None) -> None:
     text = format_stop(replace(REPORT, usable_bytes=usable))
-    assert "The budget is 1,048,576 bytes" in text
-    short = "but only 700,000 of them could be in use: what this process holds beside tensors"
+    assert "The budget is 1.0 MiB" in text
+    short = "but only 683.6 KiB could be in use: what this process holds beside tensors"
     assert (short in text) is (usable == 700_000)
 
 
