@@ -41,6 +41,7 @@ class UpdateCover:
         self._session = session
         self._is_running = False
         self._known: tuple[int, int] | None = None
+        """Number of optimizers, and the bytes of their parameters, when these were counted."""
 
     def guard(self, optimizer: torch.optim.Optimizer) -> OptimizerGuard:
         """Returns the context of an optimizer's step, which has begun."""

@@ -11,11 +11,10 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -39,6 +38,9 @@ from rematic.policy import Policy
 from rematic.recipes import Recipe
 from rematic.session import Session
 from rematic.update_cover import is_untold, note_told, stop_outside
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loops.progress import _BatchProgress as BatchProgress  # for its type
 
 _log = logging.getLogger("rematic")
 CHECKPOINT_KEY = "rematic"
