@@ -18,7 +18,13 @@ from rematic.activations.module_state import ModuleState
 from rematic.activations.nested import Nested, iter_leaves, map_leaves
 from rematic.activations.tile import Call, sequence_length, tile_calls
 from rematic.activations.tile_effects import EffectsOfCall, differing_rest
-from rematic.activations.token_wise import Objection, is_close, without_zeros
+from rematic.activations.token_wise import (
+    OTHER_GRADIENTS,
+    Objection,
+    have_same_gradients,
+    is_close,
+    without_zeros,
+)
 from rematic.memory import is_out_of_memory
 
 _FAR = "slices of the whole sequence give other values: it depends on the length, or looks far away"
@@ -35,7 +41,8 @@ def objection_at_length(
 ) -> Objection | None:
     """Says why slices of a call do not give what the whole of it gives, None if they do.
 
-    Both run without gradients, on copies of the inputs, so it takes what forward takes inside.
+    Both run without gradients, on copies of the inputs, so it takes what forward takes inside; two
+    slices run with gradients too, whose backward is compared.
     Nothing is left behind: generators, buffers and attributes are as before.
 
     Args:
@@ -63,19 +70,32 @@ def objection_at_length(
             torch.set_autocast_cache_enabled(False)
             return _answer(forward, part, size, dim, state, ambient)
 
+    def answer_gradients() -> Objection | None:
+        pair = next(_pairs_of_slices(call, size, dim))
+        with applied(ambient), state.replayed(), without_zeros(state), torch.enable_grad():
+            return _objection_of_gradients(forward, pair, dim)
+
+    def answer_parts() -> Objection | None:
+        objections = (answer(part) for part in _pairs_of_slices(call, size, dim))
+        found = next(filter(None, objections), None)
+        return found or _if_it_fits(lambda: answer(_first_sequence(call, dim)))
+
     try:
-        return answer(call)
+        found, is_answered = answer(call), True
     except RuntimeError as error:
         if not is_out_of_memory(error) or not may_be_partial:
             raise
-    objections = (answer(part) for part in _pairs_of_slices(call, size, dim))
-    found = next(filter(None, objections), None)
-    return found if found is not None else _if_it_fits(answer, _first_sequence(call, dim))
+        is_answered = False
+    if not is_answered:  # outside of `except`: what failed is freed
+        found = answer_parts()
+    if found is not None:
+        return found
+    return _if_it_fits(answer_gradients) if may_be_partial else answer_gradients()
 
 
-def _if_it_fits(answer: Callable[[Call], Objection | None], call: Call) -> Objection | None:
+def _if_it_fits(answer: Callable[[], Objection | None]) -> Objection | None:
     try:
-        return answer(call)
+        return answer()
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -99,6 +119,18 @@ def _answer(
     if generators_moved(ambient):
         return Objection(text="it draws random numbers, and slices would draw others")
     return found
+
+
+def _objection_of_gradients(
+    forward: Callable[..., Nested], call: Call, dim: int
+) -> Objection | None:
+    try:
+        same = have_same_gradients(forward, call, num_tiles=2, dim=dim)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return Objection(text=f"its backward fails on slices of the whole sequence: {error}")
+    return None if same else Objection(text=OTHER_GRADIENTS)
 
 
 def _differences(
@@ -162,6 +194,9 @@ def _first_sequence(call: Call, dim: int) -> Call:
 
 def _narrowed(call: Call, dim: int, start: int, length: int) -> Call:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.narrow(dim, start, length) if tensor.ndim else tensor
+        if not tensor.ndim:
+            return tensor
+        piece = tensor.narrow(dim, start, length)
+        return piece.contiguous() if tensor.is_contiguous() else piece
 
     return map_leaves(cut, call)

@@ -24,6 +24,7 @@ NUM_POSITIONS = 6
 _ROUNDINGS = {torch.float64: 64, torch.float32: 64}
 """Values of whole and sliced calls may differ by so many roundings (4 in 16 bits) of the largest
 value: kernels choose another order of sums for another number of rows. Gradients must be exact."""
+OTHER_GRADIENTS = "slices give other gradients: its backward depends on other positions"
 _SHOWS_NOTHING = (
     "the batch shows nothing, since what it returns is empty, not finite, or at most positions "
     "independent of what it is given (padding)"
@@ -66,7 +67,8 @@ def objection_to_tiles(
     A few positions of the example are run whole and in slices, with each position changed in turn,
     and backward from each position in turn. The module passes if output i has the value it has in
     the whole call, moves when its own position does and not when another one does, and has a
-    gradient that is exactly 0 at every other position. Trainable parameters that are all zero (the
+    gradient that is exactly 0 at every other position; the gradients of all positions at once must
+    be those of slices. Trainable parameters that are all zero (the
     last layer of a residual branch, a gate) would hide what training will show: others stand in.
     Refused as well: random numbers (dropout that is active: its slices would draw others than the
     whole call), buffers or attributes that forward changes, inputs changed in place, outputs
@@ -179,6 +181,8 @@ def _objections(
     if changed is not None:
         yield Objection(text=f"its forward changes {changed}", is_final=False)
     yield from _leaking_gradients(trial, inputs, whole)
+    if not have_same_gradients(trial.forward, call, num_tiles=2, dim=trial.dim):
+        yield Objection(text=OTHER_GRADIENTS)
     yield from _movements(trial, call, whole)
 
 
@@ -232,9 +236,7 @@ def _leaking_gradients(
     for output in whole:
         if not output.requires_grad or not sources:
             continue
-        # not ones: the features of a norm's output add up to a constant
-        weights = torch.cos(torch.arange(1, output.numel() + 1, device=output.device))
-        weighted = output * weights.view(output.shape).to(output.dtype)
+        weighted = output * _weights_of(output)
         for position in range(trial.length):
             target = weighted.select(trial.dim, position).sum()
             found: Sequence[torch.Tensor | None] = torch.autograd.grad(
@@ -250,6 +252,39 @@ def _leaking_gradients(
                 seen.setdefault(i, set()).update([position] if reached else [])
     if not all(_are_telling(positions, trial.length) for positions in seen.values()):
         yield Objection(text=_SHOWS_NOTHING, is_final=False)
+
+
+def have_same_gradients(
+    forward: Callable[..., Nested], call: Any, *, num_tiles: int, dim: int
+) -> bool:
+    """Returns whether slices give inputs the gradients of the whole call, of all positions at once.
+
+    (A backward need not be linear: a hook may divide a gradient by its norm.)
+    """
+    tiled, whole = (_gradients(forward, call, number, dim) for number in (num_tiles, 1))
+    return len(tiled) == len(whole) and all(map(is_close, tiled, whole))
+
+
+def _gradients(
+    forward: Callable[..., Nested], call: Any, num_tiles: int, dim: int
+) -> list[torch.Tensor]:
+    made: Any = map_leaves(lambda t: t.detach().requires_grad_(t.is_floating_point()), call)
+    sources = [tensor for tensor in iter_leaves(made) if tensor.requires_grad]
+    outputs = list(iter_leaves(run_in_tiles(forward, *made, num_tiles=num_tiles, dim=dim)))
+    outputs = [tensor for tensor in outputs if tensor.requires_grad]
+    if not outputs or not sources:
+        return []
+    weights = [_weights_of(tensor) for tensor in outputs]
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        outputs, sources, weights, allow_unused=True
+    )
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _weights_of(output: torch.Tensor) -> torch.Tensor:
+    """Returns what is not ones, since the features of a norm's output add up to a constant."""
+    numbers = torch.arange(1, output.numel() + 1, device=output.device)
+    return torch.cos(numbers).view(output.shape).to(output.dtype)
 
 
 def _reaches_others(gradient: torch.Tensor, dim: int, position: int) -> bool:

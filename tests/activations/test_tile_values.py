@@ -83,6 +83,32 @@ class Capacity(MLP):
         return super().forward(x) * kept.view(*x.shape[:2], 1)
 
 
+def divided(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / (1e-3 + gradient.norm())
+
+
+def centred(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient - gradient.mean(1, keepdim=True) if gradient.shape[1] > 8 else gradient
+
+
+def shifted(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient + gradient.roll(12, 1)
+
+
+class Backward(MLP):
+    """Its forward is token-wise, its backward is not."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        if hidden.requires_grad:
+            hidden.register_hook(self.hook)
+        return self.down(hidden)
+
+
 class Block(nn.Module):
     def __init__(self, part: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -142,6 +168,20 @@ def test_what_looks_far_away_is_not_trained_in_slices(part: Callable[[], nn.Modu
         error, found, journal, _ = trained(block, int(peak * share), x(), autocast=False)
         slices = [e["text"] for e in journal.of("notice") if e["kind"] == "tile"]
         assert not any("runs in slices" in text for text in slices)
+        if error is None:
+            assert all(map(torch.equal, found, wanted))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hook", [divided, centred, shifted])
+def test_a_backward_that_mixes_positions(
+    hook: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """With the gradient of one position at a time, or of a few, none of them shows it."""
+    block = functools.partial(Block, functools.partial(Backward, hook))
+    _, wanted, _, peak = trained(block, None, x(), autocast=False)
+    for share in (0.4, 0.5, 0.6):
+        error, found, journal, _ = trained(block, int(peak * share), x(), autocast=False)
+        assert "tile" not in [e["kind"] for e in journal.of("notice")]
         if error is None:
             assert all(map(torch.equal, found, wanted))  # type: ignore[arg-type]
 
@@ -212,6 +252,28 @@ class Limited(nn.Module):
         if x.shape[0] * x.shape[1] > self.most_tokens:
             raise torch.OutOfMemoryError("injected")
         return self.part(x)
+
+
+def fails_if_long(gradient: torch.Tensor) -> None:
+    if gradient.shape[1] > 8:
+        raise ValueError("too long")
+
+
+def test_a_backward_that_fails_is_an_objection() -> None:
+    """Training fails by itself, if at all."""
+    assert "its backward fails on slices" in str(answer(Backward(fails_if_long), 256))
+
+
+class TakesViews(MLP):
+    """Expects that its input is contiguous."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(-1, WIDTH)).view(x.shape)
+
+
+@pytest.mark.parametrize("most_tokens", [64, 256])
+def test_parts_of_a_contiguous_input_are_contiguous(most_tokens: int) -> None:
+    assert answer(TakesViews(), most_tokens) is None
 
 
 def answer(part: nn.Module, most_tokens: int, *, may_be_partial: bool = True) -> str | None:
