@@ -107,6 +107,11 @@ class LightningDriver:
                 "vary."
             )
         session = self._attach(module, device=device)
+        if session.settings.allow_split:
+            rank_zero_warn(
+                "control.allow_split has no effect here: it needs forward and backward in one "
+                "call, as in `session.run` or `@plugin.step`."
+            )
         restored, self._restored = self._restored, None
         if restored is not None:
             try:

@@ -21,7 +21,7 @@ from rematic.training.model_size import ModelSize, check_budget
 from rematic.training.optimization import check_optimizer
 from rematic.training.prepared_model import measure_recipe, prepare_empty_model
 from rematic.training.ranks import NoJournal, Ranks, find_ranks
-from rematic.training.resume import check_checkpoint, check_resumable
+from rematic.training.resume import check_checkpoint, check_resumable, steps_before
 from rematic.training.run_directory import (
     RunDirectory,
     create_run_directory,
@@ -92,6 +92,8 @@ def _prepare(recipe: Recipe, *, resume: str | Path | None, allow_code: bool) -> 
     if resume is not None:
         check_resumable(directory, recipe, corpus=data.corpus, encoded=data.encoded, notify=notify)
         check_checkpoint(directory, prepare_empty_model(recipe, config=config))
+        step = steps_before(directory)
+        notify(f"{directory.path} goes on" + ("" if step is None else f" after step {step}"))
     for text in (*data.notices(recipe.data), *_too_few(recipe, data)):
         notify(text)
     return Job(

@@ -20,6 +20,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 import rematic
 import rematic.callbacks
+from rematic.recipes import ControlConfig, Recipe
 from tests.hosts.lightning_fits import (
     Net,
     Recorded,
@@ -43,6 +44,13 @@ def test_several_devices_are_refused_with_what_to_use(runner: Runner) -> None:
 def test_several_nodes_are_refused(runner: Runner) -> None:
     with pytest.raises(ValueError, match=r"has 2 nodes: expected Trainer\(num_nodes=1\)"):
         runner.trainer(num_nodes=2, strategy="recompute")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_key_without_effect_is_told(runner: Runner, entry: str) -> None:
+    recipe = Recipe(control=ControlConfig(allow_split=True))
+    with pytest.warns(UserWarning, match=r"control\.allow_split has no effect here: it needs"):
+        runner.fit(**runner.entry(entry, recipe=recipe, policy="recompute", budget=ROOMY))
 
 
 def test_the_device_is_the_trainers(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,9 @@ def test_trains_like_a_plain_loop(tmp_path: Path) -> None:
     assert losses(tmp_path / "runs" / "tiny-cpu") == plain
 
 
-def test_a_resumed_run_is_the_run_it_would_have_been(tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run_it_would_have_been(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tiny("training.epochs=2", "run.name=whole"), show_progress=False)
     train(tiny("run.name=parts"), show_progress=False)
     summary = train(
@@ -100,6 +102,7 @@ def test_a_resumed_run_is_the_run_it_would_have_been(tmp_path: Path) -> None:
         show_progress=False,
     )
     whole, parts = (tmp_path / "runs" / name for name in ("whole", "parts"))
+    assert f"rematic: {parts} goes on after step 3\n" in capsys.readouterr().err
     assert (summary.status, summary.steps) == ("finished", 8)
     assert losses(parts) == losses(whole)
     assert all(torch.equal(weights(whole)[key], value) for key, value in weights(parts).items())
