@@ -45,7 +45,7 @@ def documents(longest: int) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """Trains, and prints the policies that were in force."""
+    """Trains, and prints the policy of each step and those that are still on the stack."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--longest", type=int, default=1024)
     arguments = parser.parse_args()
