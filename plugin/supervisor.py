@@ -295,8 +295,8 @@ class Supervisor:
 
     def _report(self, question: str) -> StopReport:
         return StopReport(
-            batch=0,
-            length=0,
+            batch=None,
+            length=None,
             budget_bytes=self._session.budget_bytes,
             attempts=(),
             obstacle=question,

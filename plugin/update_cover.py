@@ -120,8 +120,8 @@ def stop_outside(
         session._close_step()
     failure = read_failure(error, session.probe.allocated_bytes())
     report = StopReport(
-        batch=1,  # whatever it was, it is not the batch that does not fit
-        length=1,
+        batch=None,
+        length=None,
         budget_bytes=session.budget_bytes,
         attempts=(FailedAttempt(name=name, **vars(failure)),),
         obstacle=_OBSTACLE,

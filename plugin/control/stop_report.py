@@ -32,11 +32,11 @@ class FailedAttempt:
 class StopReport:
     """Why a micro-batch was given up."""
 
-    batch: int
-    """Sequences."""
+    batch: int | None
+    """Sequences; None where it is no batch that does not fit."""
 
-    length: int
-    """Tokens of each."""
+    length: int | None
+    """Tokens of each; None likewise."""
 
     budget_bytes: int | None
     """Bytes that might be in use."""
@@ -114,7 +114,7 @@ def format_stop(report: StopReport) -> str:
         return f"the training was stopped between two steps: {report.obstacle}"
     tried = "; ".join(_attempt(attempt) for attempt in report.attempts)
     # 1 x 1: nothing in the batch told its shape
-    is_known = report.batch * report.length > 1
+    is_known = (report.batch or 1) * (report.length or 1) > 1
     size = f" of {report.batch} x {report.length} tokens" if is_known else ""
     parts = [
         f"a batch{size} ran out of memory. Tried: {tried}.",

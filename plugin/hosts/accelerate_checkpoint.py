@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from rematic.at_stop import refuse_to_save
 from rematic.control import StopReport
 from rematic.hosts.accelerate_step import HostState
-from rematic.hosts.whole_folder import replaced_when_whole
 from rematic.session import Session
+from rematic.whole_files import replaced_when_whole
 
 FOLDER_NAME = "rematic-emergency"
 """Name of the folder that a stopped training is saved to."""

@@ -11,6 +11,7 @@ from typing import Any
 from rematic.activations import Notice
 from rematic.session import Session
 from rematic.session_state import ForeignStateError
+from rematic.whole_files import write_whole
 
 _log = logging.getLogger("rematic")
 FILE_NAME = "rematic.json"
@@ -25,9 +26,7 @@ def write_session(session: Session, folder: Path) -> Path:
     """
     path = folder / FILE_NAME
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{FILE_NAME}.unfinished")
-    unfinished.write_text(json.dumps(session.state_dict(), indent=1), "utf-8")
-    unfinished.replace(path)  # whoever is killed here leaves the old file whole
+    write_whole(path, json.dumps(session.state_dict(), indent=1).encode())
     return path
 
 

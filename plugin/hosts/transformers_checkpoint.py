@@ -20,8 +20,8 @@ from rematic.hosts.accelerate_step import HostState
 from rematic.hosts.instance_method import InstanceMethod
 from rematic.hosts.session_file import write_session
 from rematic.hosts.trainer_counters import TrainerCounters
-from rematic.hosts.whole_folder import replaced_when_whole
 from rematic.session import Session
+from rematic.whole_files import replaced_when_whole
 
 _STATE_NAME = "trainer_state.json"
 """The file that a Trainer writes last."""

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rematic.whole_files import write_whole
+
 
 class JsonLines:
     """A file that a training appends to, and goes on without where its disk takes nothing.
@@ -49,11 +51,8 @@ class JsonLines:
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _number(line, name) <= last]
-        if kept == lines:
-            return
-        unfinished = self._path.with_name(f"{self._path.name}.unfinished")
-        unfinished.write_bytes(b"".join(kept))
-        unfinished.replace(self._path)  # whoever is killed here leaves the old file whole
+        if kept != lines:
+            write_whole(self._path, b"".join(kept))
 
 
 def _append(path: Path, values: Mapping[str, object]) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from rematic.training.adapters import add_adapter
 from rematic.training.extras import import_extra
 from rematic.training.model import DTYPES
 from rematic.training.quantize import unpack_model
+from rematic.whole_files import replaced_when_whole
 
 ADAPTER_FOLDER = "adapter"
 MERGED_FOLDER = "merged"
@@ -54,25 +52,12 @@ def save_weights(
             path = folder / (ADAPTER_FOLDER if kind == "adapter" else MODEL_FOLDER)
             written = untyped
         options = {} if state is None else {"state_dict": dict(state)}
-        with _whole_or_not_at_all(path) as unfinished:
-            written.save_pretrained(unfinished, **options)
+        with replaced_when_whole(path) as unfinished:
+            written.save_pretrained(unfinished / path.name, **options)
             if tokenizer is not None:
-                tokenizer.save_pretrained(unfinished)
+                tokenizer.save_pretrained(unfinished / path.name)
         saved.append(path)
     return saved
-
-
-@contextlib.contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[Path]:
-    """Gives a folder beside `path` to write to; it takes its place when all of it is there."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        yield unfinished
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(unfinished, path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def merge_adapter(recipe: Recipe, model: nn.Module) -> Any:  # noqa: ANN401 - of transformers

@@ -30,6 +30,8 @@ compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 mixed_precision: 'no'
 num_processes: {processes}
+# any that is free: tests run side by side, and the default is one for all
+main_process_port: 0
 use_cpu: true
 fsdp_config:
   fsdp_version: 2

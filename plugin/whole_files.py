@@ -1,4 +1,4 @@
-"""Writes a folder so that it is whole or not there."""
+"""Writes files and folders so that they are whole or as they were before."""
 
 from __future__ import annotations
 
@@ -29,3 +29,18 @@ def replaced_when_whole(folder: Path) -> Iterator[Path]:
         (unfinished / folder.name).replace(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file; whoever is killed meanwhile leaves the old one whole.
+
+    Args:
+        path: The file, whose folder must be there.
+        content: All that it is to hold.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
