@@ -6,6 +6,7 @@ capacity, a branch on the length.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 
@@ -57,40 +58,66 @@ def objection_at_length(
     Raises:
         RuntimeError: If memory runs out all the same.
     """
-    state = ModuleState(module, None)
-    tensors = [*iter_leaves(call), *state.tensors()]
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    given = iter_leaves(call, leaf=torch.Generator)
-    ambient = capture_ambient(tuple(sorted(devices, key=str)), (*state.generators, *given))
-    size = max(1, -(-sequence_length(*call, dim=dim) // num_tiles))
-
-    def answer(part: Call) -> Objection | None:
-        with applied(ambient), state.replayed(), without_zeros(state), torch.no_grad():
-            # under no_grad the cache would keep weights without their graph
-            torch.set_autocast_cache_enabled(False)
-            return _answer(forward, part, size, dim, state, ambient)
-
-    def answer_gradients() -> Objection | None:
-        pair = next(_pairs_of_slices(call, size, dim))
-        with applied(ambient), state.replayed(), without_zeros(state), torch.enable_grad():
-            return _objection_of_gradients(forward, pair, dim)
-
-    def answer_parts() -> Objection | None:
-        objections = (answer(part) for part in _pairs_of_slices(call, size, dim))
-        found = next(filter(None, objections), None)
-        return found or _if_it_fits(lambda: answer(_first_sequence(call, dim)))
-
+    comparison = _Comparison(module, forward, call, num_tiles=num_tiles, dim=dim)
     try:
-        found, is_answered = answer(call), True
+        found, is_answered = comparison.of_values(call), True
     except RuntimeError as error:
         if not is_out_of_memory(error) or not may_be_partial:
             raise
         is_answered = False
     if not is_answered:  # outside of `except`: what failed is freed
-        found = answer_parts()
+        found = comparison.of_some_values()
     if found is not None:
         return found
-    return _if_it_fits(answer_gradients) if may_be_partial else answer_gradients()
+    return _if_it_fits(comparison.of_gradients) if may_be_partial else comparison.of_gradients()
+
+
+class _Comparison:
+    """One call beside its slices, in the state in which the call finds its module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Nested],
+        call: Call,
+        *,
+        num_tiles: int,
+        dim: int,
+    ) -> None:
+        self._forward = forward
+        self._call = call
+        self._dim = dim
+        self._size = max(1, -(-sequence_length(*call, dim=dim) // num_tiles))
+        self._state = state = ModuleState(module, None)
+        tensors = [*iter_leaves(call), *state.tensors()]
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        generators = (*state.generators, *iter_leaves(call, leaf=torch.Generator))
+        self._ambient = capture_ambient(tuple(sorted(devices, key=str)), generators)
+
+    def of_values(self, call: Call) -> Objection | None:
+        """Compares the values of the call, or of a part of it."""
+        with self._as_found(), torch.no_grad():
+            # under no_grad the cache would keep weights without their graph
+            torch.set_autocast_cache_enabled(False)
+            return _answer(self._forward, call, self._size, self._dim, self._state, self._ambient)
+
+    def of_some_values(self) -> Objection | None:
+        """Compares two slices at a time, and one sequence as far as there is room for it."""
+        pairs = _pairs_of_slices(self._call, self._size, self._dim)
+        found = next(filter(None, map(self.of_values, pairs)), None)
+        return found or _if_it_fits(lambda: self.of_values(_first_sequence(self._call, self._dim)))
+
+    def of_gradients(self) -> Objection | None:
+        """Compares the backward of the first two slices."""
+        pair = next(_pairs_of_slices(self._call, self._size, self._dim))
+        with self._as_found(), torch.enable_grad():
+            return _objection_of_gradients(self._forward, pair, self._dim)
+
+    @contextlib.contextmanager
+    def _as_found(self) -> Iterator[None]:
+        state = self._state
+        with applied(self._ambient), state.replayed(), without_zeros(state):
+            yield
 
 
 def _if_it_fits(answer: Callable[[], Objection | None]) -> Objection | None:
